@@ -1,0 +1,136 @@
+"""Where the bytes of a KV block are: layers, groups, regions, and the rows of descriptors over them.
+
+A *region* is one registered range of memory: the single backing storage that all layers of a worker share. A *layer*
+is a strided view of it: block ``b`` of a layer starts at ``offset_bytes + b * block_stride_bytes``. Layers of
+different groups alias the same bytes, because a block id belongs to one group at a time.
+
+The types cross the wire in ``core.messages``, hence ``msgspec.Struct``.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+import msgspec
+
+
+class MemoryKind(StrEnum):
+    """What kind of memory a range lies in, in NIXL's words."""
+
+    DRAM = "DRAM"
+    VRAM = "VRAM"
+
+
+class MemoryRange(msgspec.Struct, frozen=True):
+    """``length_bytes`` bytes at ``address`` on device ``device_id`` (0 for DRAM) of one process."""
+
+    address: int
+    length_bytes: int
+    kind: MemoryKind = MemoryKind.DRAM
+    device_id: int = 0
+
+
+class DescriptorRow(NamedTuple):
+    """``count`` descriptors of ``length_bytes`` each, ``stride_bytes`` apart, the first at ``address``."""
+
+    address: int
+    length_bytes: int
+    stride_bytes: int
+    count: int
+
+
+class LayerLayout(msgspec.Struct, frozen=True):
+    """One attention layer: where its blocks lie in the region, and what their bytes mean.
+
+    ``page_bytes`` is the data of one block without padding. ``fingerprint`` names everything that makes the bytes
+    mean what they mean (spec class, dtype, block size, heads, head size, layout, packing); two layers can exchange
+    blocks exactly when their names and fingerprints are equal.
+    """
+
+    name: str
+    offset_bytes: int
+    block_stride_bytes: int
+    page_bytes: int
+    fingerprint: str
+
+
+class GroupLayout(msgspec.Struct, frozen=True):
+    """One KV cache group: layers that share a block table, ``block_size_tokens`` tokens a block."""
+
+    block_size_tokens: int
+    layers: tuple[LayerLayout, ...]
+
+
+class EngineLayout(msgspec.Struct, frozen=True):
+    """The KV geometry of every rank of one engine (homogeneous ranks: one layout serves all)."""
+
+    num_blocks: int
+    region_bytes: int
+    groups: tuple[GroupLayout, ...]
+
+    def layers(self) -> Iterator[LayerLayout]:
+        """All layers, group by group: the order of the descriptor rows."""
+        for group in self.groups:
+            yield from group.layers
+
+    def digest(self) -> str:
+        """16 hex digits that name this layout: a grant quotes them, so that it cannot be read with another layout."""
+        return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()[:16]
+
+
+def descriptor_rows(layout: EngineLayout, region_address: int) -> list[DescriptorRow]:
+    """Rows of descriptors, layer-major: descriptor ``row * num_blocks + b`` is block ``b`` of the ``row``-th layer.
+
+    Layer-major order is what lets NIXL merge neighbouring blocks into one descriptor.
+    """
+    return [
+        DescriptorRow(region_address + layer.offset_bytes, layer.page_bytes, layer.block_stride_bytes, layout.num_blocks)
+        for layer in layout.layers()
+    ]
+
+
+def layout_mismatch(local: EngineLayout, remote: EngineLayout) -> str | None:
+    """Why blocks cannot be exchanged between two layouts, naming both values; None when they can.
+
+    Groups may be arranged differently on the two sides: only layers count. Numbers of blocks may differ.
+    """
+    local_layers = {layer.name: layer for layer in local.layers()}
+    remote_layers = {layer.name: layer for layer in remote.layers()}
+    if missing := sorted(local_layers.keys() ^ remote_layers.keys()):
+        side = "locally" if missing[0] in remote_layers else "on the peer"
+        return f"layer {missing[0]} does not exist {side} (local {len(local_layers)} layers, peer {len(remote_layers)})"
+    for name, layer in local_layers.items():
+        other = remote_layers[name]
+        if (layer.fingerprint, layer.page_bytes) != (other.fingerprint, other.page_bytes):
+            return (
+                f"layer {name} has another layout: local {layer.fingerprint} ({layer.page_bytes} bytes a block), "
+                f"peer {other.fingerprint} ({other.page_bytes} bytes a block)"
+            )
+    return None
+
+
+def invalid_layout(layout: EngineLayout) -> str | None:
+    """Why a layout that came from a peer is not a layout: a layer outside its region, or a size that is not positive."""
+    if layout.num_blocks < 1 or layout.region_bytes < 1 or not layout.groups:
+        return "a layout needs at least one block, one byte and one group"
+    for group in layout.groups:
+        if group.block_size_tokens < 1:
+            return f"block size {group.block_size_tokens} is not positive"
+        for layer in group.layers:
+            if reason := _invalid_layer(layer, layout):
+                return reason
+    names = [layer.name for layer in layout.layers()]
+    return "a layer is listed twice" if len(set(names)) != len(names) else None
+
+
+def _invalid_layer(layer: LayerLayout, layout: EngineLayout) -> str | None:
+    if layer.offset_bytes < 0 or layer.page_bytes < 1 or layer.block_stride_bytes < layer.page_bytes:
+        return f"layer {layer.name} has an impossible offset, page size or stride"
+    end = layer.offset_bytes + (layout.num_blocks - 1) * layer.block_stride_bytes + layer.page_bytes
+    return f"layer {layer.name} ends outside its region" if end > layout.region_bytes else None
+
+
+def layer_names(groups: Sequence[GroupLayout]) -> list[str]:
+    """The layer names of some groups, in order."""
+    return [layer.name for group in groups for layer in group.layers]

@@ -1,0 +1,1 @@
+"""How scheduler processes talk: the protocol (``base``), a fake that ships (``memory``), and ZeroMQ (``zmq``)."""

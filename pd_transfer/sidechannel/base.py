@@ -1,0 +1,77 @@
+"""What a side channel must do: carry opaque requests to peers' addresses and opaque replies back.
+
+One endpoint per scheduler process, owned by one thread (only ``wake`` may be called by others). It can serve (when
+bound), ask (any address), or both. Messages may be lost; nothing here waits except ``poll``; nothing from the network
+raises.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+"""Longer messages are dropped and the connection with them. A Welcome of 1,000 layers and 64 ranks is below 1 MiB."""
+
+
+class Address(NamedTuple):
+    """Where a peer's side channel listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReceived:
+    """A peer asks. ``origin`` names where the reply must go; it means nothing else."""
+
+    origin: bytes
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyReceived:
+    """A peer that we asked at ``address`` answers."""
+
+    address: Address
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLost:
+    """The established connection to ``address`` broke. Requests without a reply by now will not get one."""
+
+    address: Address
+
+
+Received = RequestReceived | ReplyReceived | ConnectionLost
+
+
+class SideChannel(Protocol):
+    """One endpoint. See the module's docstring for who may call what."""
+
+    @property
+    def bound_port(self) -> int | None:
+        """The port that peers can ask; None when this endpoint only asks."""
+
+    def poll(self, timeout_seconds: float | None) -> list[Received]:
+        """Wait for the next messages, at most ``timeout_seconds`` (None: for ever), or until ``wake`` is called.
+
+        Returns everything that has arrived, oldest first; an empty list after a timeout or a wake-up.
+        """
+
+    def send_request(self, address: Address, payload: bytes) -> None:
+        """Send to a peer, connecting on first use. Never blocks or raises; what cannot be sent is dropped."""
+
+    def send_reply(self, origin: bytes, payload: bytes) -> None:
+        """Answer a request. Never blocks or raises; dropped when the asker is gone."""
+
+    def disconnect(self, address: Address) -> None:
+        """Close the connection to an address. Unknown addresses are ignored; a later send connects anew."""
+
+    def wake(self) -> None:
+        """Make a waiting ``poll`` return; from any thread."""
+
+    def close(self) -> None:
+        """Close everything. Idempotent; undelivered messages are dropped after at most 200 ms."""

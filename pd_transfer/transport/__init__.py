@@ -1,0 +1,1 @@
+"""How bytes move between workers: the protocol (``base``), a fake that ships (``memory``), and NIXL (``nixl``)."""
