@@ -31,6 +31,15 @@ class MemoryRange(msgspec.Struct, frozen=True):
     device_id: int = 0
 
 
+class RemoteMemory(msgspec.Struct, frozen=True):
+    """What a serving worker tells its readers: how to reach its agent, its KV region, and its table of lease words."""
+
+    agent_name: str
+    agent_metadata: bytes
+    region: MemoryRange
+    words: MemoryRange
+
+
 class DescriptorRow(NamedTuple):
     """``count`` descriptors of ``length_bytes`` each, ``stride_bytes`` apart, the first at ``address``."""
 

@@ -6,20 +6,12 @@ raises.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+from pd_transfer.core.params import Address
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Longer messages are dropped and the connection with them. A Welcome of 1,000 layers and 64 ranks is below 1 MiB."""
-
-
-class Address(NamedTuple):
-    """Where a peer's side channel listens."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,28 +6,15 @@ cancelled; ``rebuild`` is the last resort and fails every read that is outstandi
 """
 
 from collections.abc import Sequence
-from typing import NewType, Protocol
+from typing import Protocol
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pd_transfer.core.layout import DescriptorRow, MemoryRange
+from pd_transfer.core.layout import DescriptorRow, RemoteMemory
+from pd_transfer.core.params import PeerKey, Transfer
 
 Indices = npt.NDArray[np.int32]
-Transfer = NewType("Transfer", int)
-"""Name of one submitted read; never used twice in the life of a pull transport."""
-PeerKey = NewType("PeerKey", str)
-"""Our own name of a peer's worker, chosen by the caller of ``add_peer``."""
-
-
-class RemoteMemory(msgspec.Struct, frozen=True):
-    """What a serving worker tells its readers: how to reach its agent, its KV region, and its table of lease words."""
-
-    agent_name: str
-    agent_metadata: bytes
-    region: MemoryRange
-    words: MemoryRange
 
 
 class ServeTransport(Protocol):
