@@ -49,6 +49,27 @@ class DescriptorRow(NamedTuple):
     count: int
 
 
+class BlockRun(msgspec.Struct, frozen=True, array_like=True):
+    """``count`` consecutive blocks of a block table: position ``index + k`` of the table holds ``block_id + k``."""
+
+    index: int
+    block_id: int
+    count: int
+
+
+def block_runs(block_ids: Sequence[int], first_index: int = 0) -> tuple[BlockRun, ...]:
+    """A block table (position ``first_index + i`` holds ``block_ids[i]``) as runs; the null block 0 is left out."""
+    runs: list[BlockRun] = []
+    for index, block_id in enumerate(block_ids, first_index):
+        if block_id == 0:
+            continue
+        if runs and (last := runs[-1]).index + last.count == index and last.block_id + last.count == block_id:
+            runs[-1] = BlockRun(last.index, last.block_id, last.count + 1)
+        else:
+            runs.append(BlockRun(index, block_id, 1))
+    return tuple(runs)
+
+
 class LayerLayout(msgspec.Struct, frozen=True):
     """One attention layer: where its blocks lie in the region, and what their bytes mean.
 
@@ -138,8 +159,3 @@ def _invalid_layer(layer: LayerLayout, layout: EngineLayout) -> str | None:
         return f"layer {layer.name} has an impossible offset, page size or stride"
     end = layer.offset_bytes + (layout.num_blocks - 1) * layer.block_stride_bytes + layer.page_bytes
     return f"layer {layer.name} ends outside its region" if end > layout.region_bytes else None
-
-
-def layer_names(groups: Sequence[GroupLayout]) -> list[str]:
-    """The layer names of some groups, in order."""
-    return [layer.name for group in groups for layer in group.layers]

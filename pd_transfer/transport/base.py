@@ -8,13 +8,9 @@ cancelled; ``rebuild`` is the last resort and fails every read that is outstandi
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from pd_transfer.core.layout import DescriptorRow, RemoteMemory
 from pd_transfer.core.params import PeerKey, Transfer
-
-Indices = npt.NDArray[np.int32]
+from pd_transfer.core.plan import Indices
 
 
 class ServeTransport(Protocol):
