@@ -1,0 +1,289 @@
+"""Receives: one request's KV on its way into a decode worker's blocks. Lives in the worker, driven by its I/O thread.
+
+A receive reads the KV, then, in a second transfer after the last byte has arrived, the lease word. Only an unchanged
+word makes it good. A transfer cannot be aborted: a receive that failed or is no longer wanted drains, and is reported
+(its blocks are free to be used again) only when no transfer can still write to them.
+
+At most one transfer of a receive is outstanding, so events and actions name the request.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from pd_transfer.core.machine import Story, TransitionTable
+from pd_transfer.core.outcomes import Outcome, Outcomes
+from pd_transfer.core.params import PeerKey, RequestId
+from pd_transfer.core.plan import ReadPlan, Uncovered
+
+
+class ReceiveState(Enum):
+    """TRANSFERRING: KV is arriving. VERIFYING: the word is. DRAINING: lost, waiting for the transfer to end."""
+
+    TRANSFERRING = auto()
+    VERIFYING = auto()
+    DRAINING = auto()
+    COMPLETED = auto()
+    FAILED = auto()
+    ABORTED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveRequest:
+    """What to read for one request, where from, and the lease word that proves it."""
+
+    request_id: RequestId
+    peer: PeerKey
+    plan: ReadPlan | Uncovered
+    slot: int
+    expected_word: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCompleted:
+    """Every byte of KV has arrived."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class WordArrived:
+    """The lease word has arrived."""
+
+    request_id: RequestId
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailed:
+    """The outstanding transfer failed or could not start: nothing of it can write any more."""
+
+    request_id: RequestId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequested:
+    """The request is no longer wanted."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class WordMatched:
+    """The word is the granted one."""
+
+
+@dataclass(frozen=True, slots=True)
+class WordChanged:
+    """The word is another one: the lease was over."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotCovered:
+    """The plan could not be made; nothing was submitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    """The transfer has taken too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainedAfterFailure:
+    """The last transfer of a failed receive has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainedAfterAbort:
+    """The last transfer of an aborted receive has ended."""
+
+
+ReceiveEvent = ReadCompleted | WordArrived | TransferFailed | AbortRequested
+
+RECEIVE_TABLE = TransitionTable(
+    "receive",
+    {
+        (ReceiveState.TRANSFERRING, ReadCompleted): ReceiveState.VERIFYING,
+        (ReceiveState.VERIFYING, WordMatched): ReceiveState.COMPLETED,
+        (ReceiveState.VERIFYING, WordChanged): ReceiveState.FAILED,
+        (ReceiveState.TRANSFERRING, NotCovered): ReceiveState.FAILED,
+        (ReceiveState.TRANSFERRING, TransferFailed): ReceiveState.FAILED,
+        (ReceiveState.VERIFYING, TransferFailed): ReceiveState.FAILED,
+        (ReceiveState.TRANSFERRING, DeadlinePassed): ReceiveState.DRAINING,
+        (ReceiveState.VERIFYING, DeadlinePassed): ReceiveState.DRAINING,
+        (ReceiveState.TRANSFERRING, AbortRequested): ReceiveState.DRAINING,
+        (ReceiveState.VERIFYING, AbortRequested): ReceiveState.DRAINING,
+        (ReceiveState.DRAINING, DrainedAfterFailure): ReceiveState.FAILED,
+        (ReceiveState.DRAINING, DrainedAfterAbort): ReceiveState.ABORTED,
+    },
+)
+
+_FINAL = frozenset({ReceiveState.COMPLETED, ReceiveState.FAILED, ReceiveState.ABORTED})
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitRead:
+    """Start reading the receive's KV."""
+
+    request: ReceiveRequest
+    plan: ReadPlan
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitWordRead:
+    """Start reading the receive's lease word."""
+
+    request: ReceiveRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ReportReceive:
+    """The receive is over: no transfer of it can write any more. Exactly one per receive."""
+
+    request: ReceiveRequest
+    outcome: Outcome
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RebuildAgent:
+    """A transfer will not end: destroy the pull agent. Every outstanding transfer must then be reported failed."""
+
+    reason: str
+
+
+ReceiveAction = SubmitRead | SubmitWordRead | ReportReceive | RebuildAgent
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivePolicy:
+    """How long a transfer may take before its receive is given up, and then before the agent is destroyed."""
+
+    read_seconds: float = 30.0
+    drain_seconds: float = 30.0
+
+
+@dataclass(slots=True)
+class Receive:
+    """One receive. ``loss`` says why it is lost, once it is."""
+
+    request: ReceiveRequest
+    started_at: float
+    deadline: float
+    state: ReceiveState = ReceiveState.TRANSFERRING
+    loss: tuple[Outcome, str] | None = None
+    story: Story = field(default_factory=lambda: Story("receive"))
+
+
+class ReceiveBook:
+    """All receives of one decode worker: events in, actions out."""
+
+    def __init__(self, policy: ReceivePolicy) -> None:
+        self._policy = policy
+        self._receives: dict[RequestId, Receive] = {}
+        self.outcomes: Outcomes = Counter()
+
+    def start(self, request: ReceiveRequest, now: float) -> list[ReceiveAction]:
+        """Begin a receive. Raises ValueError when the request has one already."""
+        if request.request_id in self._receives:
+            raise ValueError(f"{request.request_id} is being received already")
+        receive = Receive(request, now, now + self._policy.read_seconds)
+        receive.story.subject = f"receive {request.request_id}"
+        self._receives[request.request_id] = receive
+        if isinstance(request.plan, Uncovered):
+            return self._lose(receive, NotCovered(), Outcome.RECEIVE_UNCOVERED, request.plan.reason, now)
+        return [SubmitRead(request, request.plan)]
+
+    def handle(self, event: ReceiveEvent, now: float) -> list[ReceiveAction]:
+        """Advance the receive that an event names.
+
+        An abort may name a request that has no receive, or whose receive drains already: nothing is left to do then.
+        Any other event that the table does not allow raises InvalidTransitionError and changes nothing.
+        """
+        receive = self._receives.get(event.request_id)
+        if isinstance(event, AbortRequested):
+            if receive is None or receive.state is ReceiveState.DRAINING:
+                return []
+            return self._lose(receive, event, Outcome.RECEIVE_ABORTED, "the request ended", now)
+        if receive is None:
+            raise ValueError(f"no receive for {event!r}")
+        if receive.state is ReceiveState.DRAINING:
+            return self._drained(receive, now)
+        if isinstance(event, TransferFailed):
+            return self._lose(receive, event, Outcome.RECEIVE_FAILED, event.reason, now)
+        if isinstance(event, ReadCompleted):
+            self._advance(receive, event, now)
+            return [SubmitWordRead(receive.request)]
+        return self._judge(receive, event, now)
+
+    def _judge(self, receive: Receive, event: WordArrived, now: float) -> list[ReceiveAction]:
+        expected = receive.request.expected_word
+        if event.value != expected:
+            reason = f"the lease word is {event.value:#x}, granted was {expected:#x}"
+            return self._lose(receive, WordChanged(), Outcome.RECEIVE_STALE, reason, now)
+        self._advance(receive, WordMatched(), now)
+        return self._report(receive, Outcome.RECEIVE_VERIFIED, "", now)
+
+    def _lose(
+        self, receive: Receive, event: object, outcome: Outcome, reason: str, now: float
+    ) -> list[ReceiveAction]:
+        self._advance(receive, event, now)
+        receive.loss = (outcome, reason)
+        if receive.state in _FINAL:
+            return self._report(receive, outcome, reason, now)
+        receive.deadline = now + self._policy.drain_seconds
+        return []
+
+    def _drained(self, receive: Receive, now: float) -> list[ReceiveAction]:
+        assert receive.loss is not None  # _lose sets it with the state
+        outcome, reason = receive.loss
+        aborted = outcome is Outcome.RECEIVE_ABORTED
+        self._advance(receive, DrainedAfterAbort() if aborted else DrainedAfterFailure(), now)
+        return self._report(receive, outcome, reason, now)
+
+    def _advance(self, receive: Receive, event: object, now: float) -> None:
+        new = RECEIVE_TABLE.next_state(receive.state, event, receive.story)
+        receive.story.record(now, event, receive.state, new)
+        receive.state = new
+
+    def _report(self, receive: Receive, outcome: Outcome, reason: str, now: float) -> list[ReceiveAction]:
+        del self._receives[receive.request.request_id]
+        self.outcomes[outcome] += 1
+        return [ReportReceive(receive.request, outcome, reason, now - receive.started_at)]
+
+    def pass_time(self, now: float) -> list[ReceiveAction]:
+        """Give up receives whose deadline has passed; ask for the agent's end when one does not drain."""
+        stuck = ""
+        for receive in [receive for receive in self._receives.values() if receive.deadline <= now]:
+            if receive.state is ReceiveState.DRAINING:
+                stuck = str(receive.story)
+                receive.deadline = now + self._policy.drain_seconds
+            else:
+                reason = f"no answer from {receive.request.peer} within {self._policy.read_seconds} s"
+                self._lose(receive, DeadlinePassed(), Outcome.RECEIVE_TIMED_OUT, reason, now)
+        if not stuck:
+            return []
+        self.outcomes[Outcome.AGENT_REBUILT] += 1
+        return [RebuildAgent(f"a transfer did not end within {self._policy.drain_seconds} s: {stuck}")]
+
+    def uses(self, peer: PeerKey) -> bool:
+        """Whether a receive still reads from a peer."""
+        return any(receive.request.peer == peer for receive in self._receives.values())
+
+    @property
+    def request_ids(self) -> tuple[RequestId, ...]:
+        """The requests that are being received, oldest first."""
+        return tuple(self._receives)
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        """Blocks of lost receives that a transfer may still write to, counted per layer."""
+        draining = [r for r in self._receives.values() if r.state is ReceiveState.DRAINING]
+        return sum(len(r.request.plan.local) for r in draining if isinstance(r.request.plan, ReadPlan))
+
+    def next_deadline(self) -> float | None:
+        """When ``pass_time`` next has something to do; None when nothing is being received."""
+        return min((receive.deadline for receive in self._receives.values()), default=None)
