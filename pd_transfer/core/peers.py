@@ -1,0 +1,230 @@
+"""Peers: the prefill engines that a decode engine reads from. Lives in the decode scheduler.
+
+One ``Peer`` is one handshake. It is built whole from a Welcome that has passed every check, or it never becomes READY.
+A restarted engine, or one whose connection broke, is another peer with another key. Retired peers stay until the last
+request that reads from them has ended; then the workers forget them.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from pd_transfer.core.machine import Story, TransitionTable
+from pd_transfer.core.messages import EngineDescription, Hello, Message, Refused, Request, Welcome, invalid_welcome
+from pd_transfer.core.outcomes import Outcome, Outcomes
+from pd_transfer.core.params import Address, PeerKey
+
+
+class PeerState(Enum):
+    """READY is the only state in which KV may be read from a peer."""
+
+    HANDSHAKING = auto()
+    READY = auto()
+    BACKING_OFF = auto()
+    REJECTED = auto()
+    RETIRING = auto()
+    RETIRED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class WelcomeAccepted:
+    """The peer's Welcome has passed every check."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRejected:
+    """The peer refused us, or its Welcome does not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandshakeTimedOut:
+    """No Welcome came in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """The connection broke, a worker had trouble with the peer, or it has restarted."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastUserLeft:
+    """No request reads from the retiring peer any more."""
+
+
+PEER_TABLE = TransitionTable(
+    "peer",
+    {
+        (PeerState.HANDSHAKING, WelcomeAccepted): PeerState.READY,
+        (PeerState.HANDSHAKING, PeerRejected): PeerState.REJECTED,
+        (PeerState.HANDSHAKING, HandshakeTimedOut): PeerState.BACKING_OFF,
+        (PeerState.READY, PeerLost): PeerState.RETIRING,
+        (PeerState.RETIRING, LastUserLeft): PeerState.RETIRED,
+    },
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SendMessage:
+    """Send a message to the side channel at ``address``."""
+
+    address: Address
+    message: Request
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectPeer:
+    """Every worker shall make the peer readable, rank by rank."""
+
+    key: PeerKey
+    welcome: Welcome
+
+
+@dataclass(frozen=True, slots=True)
+class RetirePeer:
+    """Every worker shall forget the peer; nothing reads from it any more."""
+
+    key: PeerKey
+
+
+PeerAction = SendMessage | ConnectPeer | RetirePeer
+
+
+@dataclass(frozen=True, slots=True)
+class PeerPolicy:
+    """``handshake_seconds`` for a Welcome, then ``backoff_seconds`` without trying; ``rejection_seconds`` for misfits."""
+
+    handshake_seconds: float = 5.0
+    backoff_seconds: float = 1.0
+    rejection_seconds: float = 30.0
+
+
+@dataclass(slots=True)
+class Peer:
+    """One handshake with the engine at an address. ``welcome`` is set exactly when it was READY once."""
+
+    key: PeerKey
+    address: Address
+    deadline: float
+    state: PeerState = PeerState.HANDSHAKING
+    reason: str = ""
+    welcome: Welcome | None = None
+    num_users: int = 0
+    story: Story = field(default_factory=lambda: Story("peer"))
+
+    def advance(self, event: object, now: float) -> None:
+        """Follow the table. Raises InvalidTransitionError, and then nothing has changed."""
+        new = PEER_TABLE.next_state(self.state, event, self.story)
+        self.story.record(now, event, self.state, new)
+        self.state = new
+
+
+class PeerBook:
+    """All peers of one decode engine: the current one per address, and those that retire."""
+
+    def __init__(self, policy: PeerPolicy, local: EngineDescription) -> None:
+        self._policy = policy
+        self._local = local
+        self._current: dict[Address, Peer] = {}
+        self._retiring: dict[PeerKey, Peer] = {}
+        self._num_handshakes = 0
+        self.outcomes: Outcomes = Counter()
+
+    def find(self, address: Address) -> Peer | None:
+        """The current peer at an address, whatever its state; None when it was never greeted."""
+        return self._current.get(address)
+
+    def greet(self, address: Address, now: float) -> list[PeerAction]:
+        """Begin a handshake unless one is under way, done, or was given up a moment ago."""
+        peer = self._current.get(address)
+        if peer is not None:
+            waiting = peer.state in (PeerState.BACKING_OFF, PeerState.REJECTED) and now < peer.deadline
+            if waiting or peer.state in (PeerState.HANDSHAKING, PeerState.READY):
+                return []
+        self._num_handshakes += 1
+        key = PeerKey(f"{address}#{self._num_handshakes}")
+        fresh = Peer(key, address, now + self._policy.handshake_seconds)
+        fresh.story.subject = f"peer {key}"
+        self._current[address] = fresh
+        return [SendMessage(address, Hello(self._local))]
+
+    def receive(self, address: Address, message: Message, now: float) -> list[PeerAction]:
+        """A peer's answer to a Hello. Answers that nobody waits for are ignored."""
+        peer = self._current.get(address)
+        if peer is None or peer.state is not PeerState.HANDSHAKING:
+            return []
+        if isinstance(message, Refused):
+            return self._reject(peer, f"refused by the peer: {message.reason}", now)
+        if not isinstance(message, Welcome):
+            return []
+        if reason := invalid_welcome(self._local, message):
+            return self._reject(peer, reason, now)
+        peer.advance(WelcomeAccepted(), now)
+        peer.welcome = message
+        return [ConnectPeer(peer.key, message)]
+
+    def _reject(self, peer: Peer, reason: str, now: float) -> list[PeerAction]:
+        peer.advance(PeerRejected(), now)
+        peer.reason = reason
+        peer.deadline = now + self._policy.rejection_seconds
+        return []
+
+    def lose(self, address: Address, now: float) -> list[PeerAction]:
+        """The connection to an address broke, or its engine restarted. A handshake under way is repeated."""
+        peer = self._current.get(address)
+        if peer is None:
+            return []
+        if peer.state is PeerState.HANDSHAKING:
+            return [SendMessage(address, Hello(self._local))]
+        if peer.state is not PeerState.READY:
+            return []
+        peer.advance(PeerLost(), now)
+        del self._current[address]
+        self._retiring[peer.key] = peer
+        return self._retire_unused(peer, now)
+
+    def lose_key(self, key: PeerKey, now: float) -> list[PeerAction]:
+        """A worker had trouble with a peer. Trouble with one that retires already changes nothing."""
+        for peer in self._current.values():
+            if peer.key == key:
+                return self.lose(peer.address, now)
+        return []
+
+    def join(self, peer: Peer) -> None:
+        """A request will read from a READY peer."""
+        assert peer.state is PeerState.READY
+        peer.num_users += 1
+
+    def leave(self, peer: Peer, now: float) -> list[PeerAction]:
+        """A request reads from a peer no longer."""
+        peer.num_users -= 1
+        return self._retire_unused(peer, now) if peer.state is PeerState.RETIRING else []
+
+    def _retire_unused(self, peer: Peer, now: float) -> list[PeerAction]:
+        if peer.num_users:
+            return []
+        peer.advance(LastUserLeft(), now)
+        del self._retiring[peer.key]
+        return [RetirePeer(peer.key)]
+
+    def pass_time(self, now: float) -> None:
+        """Give up handshakes that take too long, and forget addresses whose time of refusal is over."""
+        for peer in list(self._current.values()):
+            if peer.deadline > now or peer.state is PeerState.READY:
+                continue
+            if peer.state is PeerState.HANDSHAKING:
+                peer.advance(HandshakeTimedOut(), now)
+                peer.reason = f"no answer from {peer.address} within {self._policy.handshake_seconds} s"
+                peer.deadline = now + self._policy.backoff_seconds
+                self.outcomes[Outcome.PEER_UNREACHABLE] += 1
+            else:
+                del self._current[peer.address]
+
+    def next_deadline(self) -> float | None:
+        """When ``pass_time`` next has something to do."""
+        return min((peer.deadline for peer in self._current.values() if peer.state is not PeerState.READY), default=None)
+
+    def peers(self) -> Iterator[Peer]:
+        """Every peer that is remembered."""
+        yield from self._current.values()
+        yield from self._retiring.values()
