@@ -1,0 +1,140 @@
+"""The operator's settings: ``kv_connector_extra_config`` and the environment, checked once, frozen afterwards."""
+
+import difflib
+import ipaddress
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from pd_transfer.errors import ConfigError
+
+PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+
+
+class PdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Every setting, with its default. Times are seconds.
+
+    side_channel_host / side_channel_port: where a prefill engine's side channel listens; port 0 is any free one.
+    advertise_host: what decode engines are told to connect to; by default this host's routable address.
+    insecure: allow addresses beyond the loopback without keys.
+    peers: prefill engines ("host:port") that a decode engine greets when it starts.
+    lease_*: how long prefill keeps KV that nobody has asked for, per renewal, and at most; and the share of the pool.
+    handshake_seconds, read_seconds, drain_seconds: what a decode engine waits for a Welcome, for a read, and for a
+    read that it has given up, before it destroys its agent.
+    backoff_seconds, rejection_seconds: how long a peer that did not answer, or did not fit, is left alone.
+    nixl_backend_params: passed to NIXL's UCX backend, for example {"engine_config": "TLS=tcp"}.
+    debug_damage: [group, block position] whose bytes are overwritten after a good read: the tests' positive control.
+    """
+
+    side_channel_host: str = ""
+    side_channel_port: int = 0
+    advertise_host: str = ""
+    insecure: bool = False
+    peers: tuple[str, ...] = ()
+    lease_unclaimed_seconds: float = 10.0
+    lease_renewal_seconds: float = 30.0
+    lease_max_seconds: float = 120.0
+    lease_max_pool_fraction: float = 0.5
+    handshake_seconds: float = 5.0
+    backoff_seconds: float = 1.0
+    rejection_seconds: float = 30.0
+    read_seconds: float = 30.0
+    drain_seconds: float = 30.0
+    nixl_backend_params: dict[str, str] = {}
+    debug_damage: tuple[int, int] | None = None
+
+
+def load_config(extra: Mapping[str, Any], environment: Mapping[str, str], data_parallel_rank: int = 0) -> PdConfig:
+    """Settings from ``kv_connector_extra_config``, then from the built-in connector's variables, then defaults.
+
+    Raises ConfigError, naming the setting and what to do.
+    """
+    known = PdConfig.__struct_fields__
+    for name in extra:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}."
+            raise ConfigError(f"kv_connector_extra_config has no setting {name!r}: {hint}")
+    values = dict(extra)
+    if "side_channel_host" not in values and HOST_VARIABLE in environment:
+        values["side_channel_host"] = environment[HOST_VARIABLE]
+    if "side_channel_port" not in values and PORT_VARIABLE in environment:
+        values["side_channel_port"] = _port_from(environment[PORT_VARIABLE], data_parallel_rank)
+    try:
+        config = msgspec.convert(values, PdConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"kv_connector_extra_config: {error}") from error
+    _check(config)
+    return config
+
+
+def _port_from(text: str, data_parallel_rank: int) -> int:
+    if not text.isdigit():
+        raise ConfigError(f"{PORT_VARIABLE} is {text!r}, not a port number")
+    return int(text) + data_parallel_rank
+
+
+def _check(config: PdConfig) -> None:
+    if not 0 <= config.side_channel_port < 65536:
+        raise ConfigError(f"side_channel_port is {config.side_channel_port}; use 0 (any free port) to 65535")
+    for name in config.__struct_fields__:
+        value = getattr(config, name)
+        if name.endswith("_seconds") and not 0 < value < 86400:
+            raise ConfigError(f"{name} is {value}; use more than 0 and less than 86400 seconds")
+    if not 0 < config.lease_max_pool_fraction <= 1:
+        raise ConfigError(f"lease_max_pool_fraction is {config.lease_max_pool_fraction}; use more than 0 and at most 1")
+    for peer in config.peers:
+        parse_host_port(peer)
+    if not config.insecure:
+        for setting, host in (("side_channel_host", config.side_channel_host), ("advertise_host", config.advertise_host)):
+            if host and not is_loopback(host):
+                raise ConfigError(
+                    f"{setting} is {host}, which is not the loopback, and the side channel has no keys: "
+                    "set 'insecure': true to accept that anyone who reaches the port can read KV"
+                )
+
+
+def parse_host_port(text: str) -> tuple[str, int]:
+    """``host:port`` or ``[ipv6]:port``. Raises ConfigError."""
+    host, separator, port = text.rpartition(":")
+    if not separator or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"peers has {text!r}; write 'host:port', for example '10.0.0.5:5600'")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is this machine's loopback, judged without a look-up."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def bind_host(config: PdConfig) -> str:
+    """Where the side channel listens: the loopback unless the operator said otherwise."""
+    if config.side_channel_host:
+        return config.side_channel_host
+    return "0.0.0.0" if config.insecure else "127.0.0.1"  # noqa: S104 - the operator asked for it with 'insecure'
+
+
+def advertised_host(config: PdConfig) -> str:
+    """What decode engines are told: never ``localhost`` unless the side channel listens only there."""
+    if config.advertise_host:
+        return config.advertise_host
+    bound = bind_host(config)
+    return _routable_address() if bound in ("0.0.0.0", "::", "*") else bound  # noqa: S104 - a comparison
+
+
+def _routable_address() -> str:
+    """This host's address on the route to the outside. Nothing is sent: connecting a UDP socket only picks a route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])

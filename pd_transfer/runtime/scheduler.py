@@ -1,0 +1,145 @@
+"""A scheduler process: one lock around both halves, and one thread that owns the side channel.
+
+vLLM's thread and the side channel's thread both call the halves under the lock; neither does I/O while it holds it.
+What has to be sent collects in the decode half's outbox, and the thread sends it.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from pd_transfer.core.messages import decode, encode
+from pd_transfer.core.outcomes import Level, Outcome, Outcomes
+from pd_transfer.runtime.decode import DecodeSide, Measured
+from pd_transfer.runtime.prefill import PrefillSide
+from pd_transfer.sidechannel.base import ConnectionLost, Received, ReplyReceived, RequestReceived, SideChannel
+
+logger = logging.getLogger("pd_transfer.scheduler")
+
+
+@dataclass(slots=True)
+class Collected:
+    """What has been counted since the last collection, and what is held now."""
+
+    outcomes: Outcomes = field(default_factory=Counter)
+    measured: Measured = field(default_factory=Measured)
+    levels: Counter[Level] = field(default_factory=Counter)
+
+
+class SchedulerRuntime:
+    """Either half may be None: a pure decode engine serves nothing, a pure prefill engine pulls nothing."""
+
+    def __init__(
+        self,
+        prefill: PrefillSide | None,
+        decode_side: DecodeSide | None,
+        side_channel: SideChannel,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._prefill = prefill
+        self._decode = decode_side
+        self._side_channel = side_channel
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._closing = False
+        self._num_internal_errors = 0
+        self._thread = threading.Thread(target=self._run, name="pd-transfer-side-channel", daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve peers."""
+        self._thread.start()
+
+    @contextmanager
+    def prefill(self) -> Iterator[tuple[PrefillSide | None, float]]:
+        """The prefill half and the time, under the lock."""
+        with self._lock:
+            yield self._prefill, self._clock()
+
+    @contextmanager
+    def decode(self) -> Iterator[tuple[DecodeSide | None, float]]:
+        """The decode half and the time, under the lock; what it wants to send is sent soon after."""
+        with self._lock:
+            yield self._decode, self._clock()
+            has_mail = self._decode is not None and bool(self._decode.outbox)
+        if has_mail:
+            self._side_channel.wake()
+
+    def collect(self) -> Collected:
+        """Take what was counted since the last call."""
+        collected = Collected()
+        with self._lock:
+            collected.outcomes[Outcome.INTERNAL_ERROR] += self._num_internal_errors
+            self._num_internal_errors = 0
+            if self._prefill is not None:
+                for counter in (self._prefill.outcomes, self._prefill.leases.outcomes):
+                    collected.outcomes.update(counter)
+                    counter.clear()
+                collected.levels.update(self._prefill.levels())
+            if self._decode is not None:
+                collected.outcomes.update(self._decode.take_outcomes())
+                collected.measured, self._decode.measured = self._decode.measured, Measured()
+                collected.levels.update(self._decode.levels())
+        return collected
+
+    def close(self) -> None:
+        """End every lease, stop the thread, close the side channel. Words are revoked by the workers' own shutdown."""
+        with self._lock:
+            if self._prefill is not None:
+                self._prefill.leases.reset(self._clock())
+            self._closing = True
+        self._side_channel.wake()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._side_channel.close()
+
+    def _run(self) -> None:
+        while not self._closing:
+            try:
+                self._turn()
+            except Exception:
+                # Nothing may end this thread: no peer could shake hands any more. This is a bug of ours.
+                logger.exception("internal error in the side channel thread; it goes on")
+                self._num_internal_errors += 1
+
+    def _turn(self) -> None:
+        for received in self._side_channel.poll(self._timeout()):
+            self._take(received)
+        with self._lock:
+            now = self._clock()
+            if self._prefill is not None:
+                self._prefill.leases.expire(now)
+            mail = []
+            if self._decode is not None:
+                self._decode.pass_time(now)
+                mail, self._decode.outbox = self._decode.outbox, []
+        for letter in mail:
+            self._side_channel.send_request(letter.address, encode(letter.message))
+
+    def _timeout(self) -> float | None:
+        with self._lock:
+            if self._closing or (self._decode is not None and self._decode.outbox):
+                return 0.0
+            halves = (self._prefill.leases if self._prefill else None, self._decode)
+            deadlines = [half.next_deadline() for half in halves if half is not None]
+            earliest = min((deadline for deadline in deadlines if deadline is not None), default=None)
+            return None if earliest is None else max(0.0, earliest - self._clock())
+
+    def _take(self, received: Received) -> None:
+        match received:
+            case RequestReceived(origin, payload):
+                message = decode(payload)
+                with self._lock:
+                    reply = self._prefill.answer(message, self._clock()) if self._prefill is not None else None
+                if reply is not None:
+                    self._side_channel.send_reply(origin, encode(reply))
+            case ReplyReceived(address, payload) if self._decode is not None:
+                message = decode(payload)
+                with self._lock:
+                    self._decode.receive(address, message, self._clock())
+            case ConnectionLost(address) if self._decode is not None:
+                with self._lock:
+                    self._decode.connection_lost(address, self._clock())

@@ -1,0 +1,342 @@
+"""A decode worker's pull side: one I/O thread owns the transport and the receives; vLLM's thread posts and drains."""
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from pd_transfer.core.admissions import AbortReceive, StartReceive
+from pd_transfer.core.layout import DescriptorRow, EngineLayout, descriptor_rows
+from pd_transfer.core.lease_words import word_value
+from pd_transfer.core.messages import ServedRank
+from pd_transfer.core.outcomes import Level, Outcome, Quantity
+from pd_transfer.core.params import PeerKey, RequestId, Transfer
+from pd_transfer.core.peers import ConnectPeer, RetirePeer
+from pd_transfer.core.plan import ReadPlan, Uncovered, num_merged, plan_read
+from pd_transfer.core.receives import (
+    AbortRequested,
+    ReadCompleted,
+    RebuildAgent,
+    ReceiveAction,
+    ReceiveBook,
+    ReceiveEvent,
+    ReceivePolicy,
+    ReceiveRequest,
+    ReportReceive,
+    SubmitRead,
+    SubmitWordRead,
+    TransferFailed,
+    WordArrived,
+)
+from pd_transfer.errors import TransportError
+from pd_transfer.runtime.orders import ReceiveResult, StepOrders, WorkerReport
+from pd_transfer.transport.base import PullTransport
+
+logger = logging.getLogger("pd_transfer.worker")
+
+POLL_SECONDS = 0.0001
+"""Between polls while a read is young: below the cost of one engine step, above what would burn a core."""
+SLOW_POLL_SECONDS = 0.001
+FAST_POLL_COUNT = 50
+
+
+class Fence(Protocol):
+    """A point on the accelerator's compute stream. Reads that were ordered behind it wait until it has passed."""
+
+    def has_passed(self) -> bool:
+        """Whether everything before the point is done. On a CPU, whose forward pass is synchronous, always."""
+
+
+class NoFence:
+    """The fence of a device whose work is done when the call returns."""
+
+    def has_passed(self) -> bool:
+        """Always."""
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePeer:
+    """What this rank needs to know of a peer to read from it."""
+
+    layout: EngineLayout
+    served: ServedRank
+    rows: list[DescriptorRow]
+
+
+@dataclass(frozen=True, slots=True)
+class Outstanding:
+    """The one transfer that a receive is waiting for."""
+
+    transfer: Transfer
+    is_word: bool
+
+
+Order = ConnectPeer | StartReceive | AbortReceive | RetirePeer
+
+
+class PullLoop:
+    """What the I/O thread does, one ``turn`` at a time; without a thread of its own, so that tests can drive it."""
+
+    def __init__(
+        self,
+        transport: PullTransport,
+        policy: ReceivePolicy,
+        rank: int,
+        layout: EngineLayout,
+        local_rows: list[DescriptorRow],
+        after_read: Callable[[ReceiveRequest], None] = lambda _: None,
+    ) -> None:
+        """``after_read`` is called between the last byte and the lease word; tests damage blocks there."""
+        self._transport = transport
+        self._policy = policy
+        self._rank = rank
+        self._layout = layout
+        self._local_rows = local_rows
+        self._after_read = after_read
+        self._book = ReceiveBook(policy)
+        self._peers: dict[PeerKey, RemotePeer] = {}
+        self._outstanding: dict[RequestId, Outstanding] = {}
+        self._warm_ups: dict[Transfer, PeerKey] = {}
+        self.report = WorkerReport()
+
+    def carry_out(self, order: Order, now: float) -> None:
+        """Begin what an order asks for. Trouble with a peer ends in the report, never in an exception."""
+        match order:
+            case ConnectPeer():
+                self._connect(order)
+            case StartReceive():
+                self._act(self._book.start(self._plan(order), now), now)
+            case AbortReceive():
+                self._act(self._book.handle(AbortRequested(order.request_id), now), now)
+            case RetirePeer():
+                self._peers.pop(order.key, None)
+                self._transport.remove_peer(order.key)
+
+    def _connect(self, order: ConnectPeer) -> None:
+        layout, served = order.welcome.engine.layout, order.welcome.ranks[self._rank]
+        rows = descriptor_rows(layout, served.memory.region.address)
+        self._peers[order.key] = RemotePeer(layout, served, rows)
+        try:
+            self._transport.add_peer(order.key, served.memory, rows)
+            # The first read sets the connection up; without it the first request would pay for that.
+            self._warm_ups[self._transport.submit_word_read(order.key, 0)] = order.key
+        except TransportError as error:
+            self._blame(order.key, f"cannot connect: {error}")
+
+    def _plan(self, order: StartReceive) -> ReceiveRequest:
+        peer = self._peers.get(order.peer)
+        grant = order.grant
+        plan: ReadPlan | Uncovered = Uncovered(f"{order.peer} is not connected")
+        expected = 0
+        if peer is not None:
+            plan = plan_read(self._layout, peer.layout, order.needed, grant.groups)
+            expected = word_value(peer.served.boot_word, grant.generation)
+        return ReceiveRequest(order.request_id, order.peer, plan, grant.slot, expected, order.num_tokens)
+
+    def poll(self, now: float) -> None:
+        """Look at every outstanding transfer and at the deadlines once."""
+        for request_id, outstanding in list(self._outstanding.items()):
+            if self._outstanding.get(request_id) is outstanding:
+                self._poll_receive(request_id, outstanding, now)
+        for transfer, key in list(self._warm_ups.items()):
+            self._poll_warm_up(transfer, key)
+        self._act(self._book.pass_time(now), now)
+
+    def _poll_receive(self, request_id: RequestId, outstanding: Outstanding, now: float) -> None:
+        event: ReceiveEvent
+        try:
+            if not self._transport.poll(outstanding.transfer):
+                return
+        except TransportError as error:
+            self._transport.release(outstanding.transfer)
+            event = TransferFailed(request_id, str(error))
+        else:
+            if outstanding.is_word:
+                event = WordArrived(request_id, self._transport.take_word(outstanding.transfer))
+            else:
+                self._transport.release(outstanding.transfer)
+                event = ReadCompleted(request_id)
+        del self._outstanding[request_id]
+        self._act(self._book.handle(event, now), now)
+
+    def _poll_warm_up(self, transfer: Transfer, key: PeerKey) -> None:
+        try:
+            if not self._transport.poll(transfer):
+                return
+        except TransportError as error:
+            self._blame(key, f"warm-up read: {error}")
+        self._transport.release(transfer)
+        self._warm_ups.pop(transfer, None)
+
+    def _act(self, actions: list[ReceiveAction], now: float) -> None:
+        for action in actions:
+            match action:
+                case SubmitRead():
+                    self._submit_read(action, now)
+                case SubmitWordRead(request):
+                    self._after_read(request)
+                    self._submit(request, lambda r=request: self._transport.submit_word_read(r.peer, r.slot), True, now)
+                case ReportReceive():
+                    self._report(action)
+                case RebuildAgent(reason):
+                    self._rebuild(reason, now)
+
+    def _submit_read(self, action: SubmitRead, now: float) -> None:
+        request, plan = action.request, action.plan
+        if len(plan.local) == 0:
+            # Everything came from the prefix cache; the word still says whether the lease held.
+            self._act(self._book.handle(ReadCompleted(request.request_id), now), now)
+            return
+        self._submit(request, lambda: self._transport.submit_read(request.peer, plan.local, plan.remote), False, now)
+
+    def _submit(self, request: ReceiveRequest, submit: Callable[[], Transfer], is_word: bool, now: float) -> None:
+        try:
+            self._outstanding[request.request_id] = Outstanding(submit(), is_word)
+        except TransportError as error:
+            self._act(self._book.handle(TransferFailed(request.request_id, str(error)), now), now)
+
+    def _report(self, action: ReportReceive) -> None:
+        request, plan = action.request, action.request.plan
+        result = ReceiveResult(request.request_id, action.outcome, action.reason)
+        if action.outcome is Outcome.RECEIVE_VERIFIED and isinstance(plan, ReadPlan):
+            quantities = Counter(
+                {
+                    Quantity.TOKENS_VERIFIED: request.num_tokens,
+                    Quantity.BYTES_VERIFIED: plan.num_bytes,
+                    Quantity.DESCRIPTORS: len(plan.local),
+                    Quantity.DESCRIPTORS_MERGED: num_merged(plan, self._local_rows, self._peers[request.peer].rows),
+                    Quantity.READ_MICROSECONDS: int(action.seconds * 1e6),
+                }
+            )
+            result = ReceiveResult(request.request_id, action.outcome, "", plan.num_blocks_by_group, quantities)
+        elif action.outcome in (Outcome.RECEIVE_FAILED, Outcome.RECEIVE_TIMED_OUT):
+            self._blame(request.peer, action.reason)
+        self.report.results.append(result)
+
+    def _rebuild(self, reason: str, now: float) -> None:
+        logger.error("the pull agent is destroyed and rebuilt, and all peers are greeted anew: %s", reason)
+        self._transport.rebuild()
+        self._outstanding.clear()
+        self._warm_ups.clear()
+        self.report.outcomes[Outcome.AGENT_REBUILT] += 1
+        for key in self._peers:
+            self._blame(key, "the agent was rebuilt")
+        for request_id in self._book.request_ids:
+            self._act(self._book.handle(TransferFailed(request_id, reason), now), now)
+
+    def _blame(self, key: PeerKey, reason: str) -> None:
+        if key not in self.report.troubled_peers:
+            logger.warning("trouble with peer %s, it will be greeted anew: %s", key, reason)
+        self.report.troubled_peers.add(key)
+
+    def fail_everything(self, now: float) -> None:
+        """An exception that should not exist was contained: end every transfer and fail every receive."""
+        self.report.outcomes[Outcome.INTERNAL_ERROR] += 1
+        self._rebuild("an internal error, see the log above", now)
+
+    @property
+    def num_outstanding(self) -> int:
+        """Transfers that have to be polled."""
+        return len(self._outstanding) + len(self._warm_ups)
+
+    def next_deadline(self) -> float | None:
+        """When ``poll`` next has a deadline to look at."""
+        return self._book.next_deadline()
+
+    def levels(self) -> Counter[Level]:
+        """What is held at this moment."""
+        return Counter(
+            {
+                Level.RECEIVES: len(self._book.request_ids),
+                Level.TRANSFERS: self._transport.num_outstanding(),
+                Level.QUARANTINED_BLOCKS: self._book.num_quarantined_blocks,
+            }
+        )
+
+
+class PullThread:
+    """Runs a PullLoop in a thread of its own. ``post`` and ``take_report`` belong to vLLM's thread."""
+
+    def __init__(self, loop: PullLoop, transport: PullTransport, clock: Callable[[], float] = time.monotonic) -> None:
+        self._loop = loop
+        self._transport = transport
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._inbox: deque[tuple[Fence, list[Order]]] = deque()
+        self._report = WorkerReport()
+        self._levels: Counter[Level] = Counter()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="pd-transfer-pull", daemon=True)
+        self._thread.start()
+
+    def post(self, orders: StepOrders, fence: Fence) -> None:
+        """Hand over one step's orders, to be begun once the fence has passed."""
+        batch: list[Order] = [*orders.connects, *orders.receives, *orders.aborts, *orders.retires]
+        if batch:
+            with self._changed:
+                self._inbox.append((fence, batch))
+                self._changed.notify()
+
+    def take_report(self) -> WorkerReport:
+        """What has happened since the last call."""
+        with self._changed:
+            report, self._report = self._report, WorkerReport()
+            report.levels = Counter(self._levels)
+            report.levels[Level.RECEIVES] += sum(
+                isinstance(order, StartReceive) for _, batch in self._inbox for order in batch
+            )
+        return report
+
+    def close(self) -> None:
+        """Stop the thread and destroy the agent. No read can write afterwards."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+        self._transport.close()
+
+    def _run(self) -> None:
+        num_polls = 0
+        while True:
+            with self._changed:
+                if not self._closing and not self._is_ready():
+                    num_polls = num_polls + 1 if self._is_polling() else 0
+                    self._changed.wait(self._pause(num_polls))
+                if self._closing:
+                    return
+                batch = self._inbox.popleft()[1] if self._is_ready() else []
+            if batch:
+                num_polls = 0
+            self._turn(batch)
+
+    def _is_ready(self) -> bool:
+        return bool(self._inbox) and self._inbox[0][0].has_passed()
+
+    def _is_polling(self) -> bool:
+        return bool(self._inbox) or self._loop.num_outstanding > 0
+
+    def _pause(self, num_polls: int) -> float | None:
+        """How long to sleep: not at all long while a read is young, until the next deadline when nothing is read."""
+        if num_polls:
+            return POLL_SECONDS if num_polls <= FAST_POLL_COUNT else SLOW_POLL_SECONDS
+        deadline = self._loop.next_deadline()
+        return None if deadline is None else max(0.0, deadline - self._clock())
+
+    def _turn(self, batch: list[Order]) -> None:
+        now = self._clock()
+        try:
+            for order in batch:
+                self._loop.carry_out(order, now)
+            self._loop.poll(now)
+        except Exception:
+            # Nothing may end this thread: a request that is never reported hangs for ever. This is a bug of ours.
+            logger.exception("internal error in the pull thread: every receive fails and the agent is rebuilt")
+            self._loop.fail_everything(now)
+        with self._changed:
+            self._report.add(self._loop.report)
+            self._loop.report = WorkerReport()
+            self._levels = self._loop.levels()
