@@ -108,6 +108,8 @@ class DecodeSide:
         for key in report.troubled_peers:
             self._do(self._peers.lose_key(key, now))
         for request_id in ended:
+            if not self._admissions.is_loading(request_id):
+                continue  # another connector's receive, under MultiConnector
             self._judge(request_id, self._results.pop(request_id, []))
             self._do(self._admissions.load_ended(request_id, now))
 

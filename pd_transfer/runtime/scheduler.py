@@ -20,6 +20,9 @@ from pd_transfer.sidechannel.base import ConnectionLost, Received, ReplyReceived
 
 logger = logging.getLogger("pd_transfer.scheduler")
 
+_PAUSE_AFTER_ERROR_SECONDS = 0.1
+"""An error that repeats must not burn a core."""
+
 
 @dataclass(slots=True)
 class Collected:
@@ -104,6 +107,7 @@ class SchedulerRuntime:
                 # Nothing may end this thread: no peer could shake hands any more. This is a bug of ours.
                 logger.exception("internal error in the side channel thread; it goes on")
                 self._num_internal_errors += 1
+                time.sleep(_PAUSE_AFTER_ERROR_SECONDS)
 
     def _turn(self) -> None:
         for received in self._side_channel.poll(self._timeout()):

@@ -75,6 +75,15 @@ class Outstanding:
     is_word: bool
 
 
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """The read that sets a peer's connection up; ``is_late`` once it has missed its first deadline."""
+
+    key: PeerKey
+    deadline: float
+    is_late: bool = False
+
+
 Order = ConnectPeer | StartReceive | AbortReceive | RetirePeer
 
 
@@ -100,30 +109,31 @@ class PullLoop:
         self._book = ReceiveBook(policy)
         self._peers: dict[PeerKey, RemotePeer] = {}
         self._outstanding: dict[RequestId, Outstanding] = {}
-        self._warm_ups: dict[Transfer, PeerKey] = {}
+        self._warm_ups: dict[Transfer, WarmUp] = {}
+        self._leaving: set[PeerKey] = set()
         self.report = WorkerReport()
 
     def carry_out(self, order: Order, now: float) -> None:
         """Begin what an order asks for. Trouble with a peer ends in the report, never in an exception."""
         match order:
             case ConnectPeer():
-                self._connect(order)
+                self._connect(order, now)
             case StartReceive():
                 self._act(self._book.start(self._plan(order), now), now)
             case AbortReceive():
                 self._act(self._book.handle(AbortRequested(order.request_id), now), now)
             case RetirePeer():
-                self._peers.pop(order.key, None)
-                self._transport.remove_peer(order.key)
+                self._leaving.add(order.key)
 
-    def _connect(self, order: ConnectPeer) -> None:
+    def _connect(self, order: ConnectPeer, now: float) -> None:
         layout, served = order.welcome.engine.layout, order.welcome.ranks[self._rank]
         rows = descriptor_rows(layout, served.memory.region.address)
         self._peers[order.key] = RemotePeer(layout, served, rows)
         try:
             self._transport.add_peer(order.key, served.memory, rows)
             # The first read sets the connection up; without it the first request would pay for that.
-            self._warm_ups[self._transport.submit_word_read(order.key, 0)] = order.key
+            transfer = self._transport.submit_word_read(order.key, 0)
+            self._warm_ups[transfer] = WarmUp(order.key, now + self._policy.read_seconds)
         except TransportError as error:
             self._blame(order.key, f"cannot connect: {error}")
 
@@ -142,9 +152,16 @@ class PullLoop:
         for request_id, outstanding in list(self._outstanding.items()):
             if self._outstanding.get(request_id) is outstanding:
                 self._poll_receive(request_id, outstanding, now)
-        for transfer, key in list(self._warm_ups.items()):
-            self._poll_warm_up(transfer, key)
+        for transfer, warm_up in list(self._warm_ups.items()):
+            self._poll_warm_up(transfer, warm_up, now)
         self._act(self._book.pass_time(now), now)
+        for key in [key for key in self._leaving if not self._is_used(key)]:
+            self._leaving.discard(key)
+            self._peers.pop(key, None)
+            self._transport.remove_peer(key)
+
+    def _is_used(self, key: PeerKey) -> bool:
+        return self._book.uses(key) or any(warm_up.key == key for warm_up in self._warm_ups.values())
 
     def _poll_receive(self, request_id: RequestId, outstanding: Outstanding, now: float) -> None:
         event: ReceiveEvent
@@ -163,14 +180,24 @@ class PullLoop:
         del self._outstanding[request_id]
         self._act(self._book.handle(event, now), now)
 
-    def _poll_warm_up(self, transfer: Transfer, key: PeerKey) -> None:
+    def _poll_warm_up(self, transfer: Transfer, warm_up: WarmUp, now: float) -> None:
         try:
             if not self._transport.poll(transfer):
+                self._judge_delay(transfer, warm_up, now)
                 return
         except TransportError as error:
-            self._blame(key, f"warm-up read: {error}")
+            self._blame(warm_up.key, f"warm-up read: {error}")
         self._transport.release(transfer)
-        self._warm_ups.pop(transfer, None)
+        del self._warm_ups[transfer]
+
+    def _judge_delay(self, transfer: Transfer, warm_up: WarmUp, now: float) -> None:
+        if now < warm_up.deadline:
+            return
+        if warm_up.is_late:
+            self._rebuild(f"the warm-up read of {warm_up.key} does not end", now)
+            return
+        self._blame(warm_up.key, "the warm-up read does not end")
+        self._warm_ups[transfer] = WarmUp(warm_up.key, now + self._policy.drain_seconds, is_late=True)
 
     def _act(self, actions: list[ReceiveAction], now: float) -> None:
         for action in actions:

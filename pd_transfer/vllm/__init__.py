@@ -1,0 +1,1 @@
+"""The vLLM adapter: the only package that imports vLLM, and the only one that speaks its spellings."""

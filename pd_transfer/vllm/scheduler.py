@@ -1,0 +1,286 @@
+"""The scheduler half: splits prompts, opens leases, admits requests. The only place that touches vLLM's block pool."""
+
+import logging
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from pd_transfer.config import PdConfig, advertised_host, bind_host, is_loopback, parse_host_port
+from pd_transfer.core.admissions import AdmissionBook, AskAgain
+from pd_transfer.core.leases import LeaseBook, LeasePolicy
+from pd_transfer.core.messages import EngineDescription, ModelIdentity, ServedRank
+from pd_transfer.core.outcomes import Level, Outcome
+from pd_transfer.core.params import (
+    Address,
+    EngineId,
+    InvalidParams,
+    RemoteDecode,
+    RemotePrefill,
+    RequestId,
+    parse_params,
+)
+from pd_transfer.core.peers import PeerBook, PeerPolicy
+from pd_transfer.core.plan import TableBlock, needed_runs
+from pd_transfer.errors import UnsupportedError
+from pd_transfer.runtime.decode import DecodeSide
+from pd_transfer.runtime.orders import StepOrders, WorkerDescription
+from pd_transfer.runtime.prefill import FinishedPrompt, PrefillSide
+from pd_transfer.runtime.scheduler import SchedulerRuntime
+from pd_transfer.sidechannel.base import SideChannel
+from pd_transfer.sidechannel.zmq import ZmqSideChannel
+from pd_transfer.vllm.identity import config_digest
+from pd_transfer.vllm.metadata import PdMetadata, PdWorkerMetadata
+from pd_transfer.vllm.metrics import PdStats
+from pd_transfer.vllm.prompts import digest_of, split_prompt, why_not_split
+
+logger = logging.getLogger("pd_transfer.scheduler")
+
+_FINISHED_WELL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+_RENEWALS_PER_PERIOD = 3
+"""A lease survives two lost renewals."""
+
+
+class SchedulerHalf:
+    """Built with the scheduler; ``start`` completes it once the workers have described themselves."""
+
+    def __init__(self, config: PdConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None  # vLLM builds connectors only with a transfer config
+        self._config = config
+        self._vllm_config = vllm_config
+        self._serves, self._pulls = transfer.is_kv_producer, transfer.is_kv_consumer
+        self._block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+        self._hash_block_size = kv_cache_config.hash_block_size or min(self._block_sizes)
+        self._pool: BlockPool | None = None
+        self._runtime: SchedulerRuntime | None = None
+        self._split: set[str] = set()
+        self._last_levels: dict[Level, int] = {}
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        """The pool whose blocks leases hold references on."""
+        self._pool = pool
+
+    def start(self, workers: Mapping[int, WorkerDescription]) -> None:
+        """All ranks have registered: serve peers and greet the configured ones. Raises ConfigError."""
+        ranks = [workers[rank] for rank in sorted(workers)]
+        engine = self._describe(ranks)
+        side_channel = self._open_side_channel()
+        address = Address(advertised_host(self._config), side_channel.bound_port or 0)
+        prefill = self._prefill_side(engine, ranks, address) if self._serves else None
+        decode = self._decode_side(engine) if self._pulls else None
+        self._runtime = SchedulerRuntime(prefill, decode, side_channel)
+        self._runtime.start()
+        if self._serves:
+            logger.info("serving KV to decode engines; side channel at %s", address)
+        with self._runtime.decode() as (half, now):
+            if half is not None:
+                half.greet((Address(*parse_host_port(peer)) for peer in self._config.peers), now)
+
+    def _describe(self, ranks: Sequence[WorkerDescription]) -> EngineDescription:
+        layouts = {worker.layout.digest() for worker in ranks}
+        if len(layouts) != 1:
+            raise UnsupportedError(f"the ranks of this engine have {len(layouts)} different KV layouts; see docs/limits.md")
+        model = ModelIdentity(
+            name=str(self._vllm_config.model_config.model),
+            config_digest=config_digest(self._vllm_config),
+            weights_digests=tuple(worker.weights_digest for worker in ranks),
+        )
+        transfer = self._vllm_config.kv_transfer_config
+        assert transfer is not None
+        engine_id = EngineId(str(transfer.engine_id))
+        return EngineDescription(engine_id, secrets.token_hex(8), model, ranks[0].layout, len(ranks))
+
+    def _open_side_channel(self) -> SideChannel:
+        if not self._serves:
+            return ZmqSideChannel(None)
+        return ZmqSideChannel(Address(bind_host(self._config), self._config.side_channel_port))
+
+    def _prefill_side(
+        self, engine: EngineDescription, ranks: Sequence[WorkerDescription], address: Address
+    ) -> PrefillSide:
+        config = self._config
+        policy = LeasePolicy(
+            config.lease_unclaimed_seconds,
+            config.lease_renewal_seconds,
+            config.lease_max_seconds,
+            config.lease_max_pool_fraction,
+        )
+        served = tuple(ServedRank(worker.memory, worker.boot_word) for worker in ranks if worker.memory is not None)
+        num_blocks = engine.layout.num_blocks
+        return PrefillSide(engine, served, LeaseBook(policy, num_blocks, num_blocks, len(ranks)), address)
+
+    def _decode_side(self, engine: EngineDescription) -> DecodeSide:
+        config = self._config
+        peers = PeerBook(PeerPolicy(config.handshake_seconds, config.backoff_seconds, config.rejection_seconds), engine)
+        renewal_seconds = min(config.lease_renewal_seconds, config.lease_unclaimed_seconds) / _RENEWALS_PER_PERIOD
+        known = {Address(*parse_host_port(peer)) for peer in config.peers}
+
+        def is_allowed(address: Address) -> bool:
+            return config.insecure or address in known or is_loopback(address.host)
+
+        return DecodeSide(peers, AdmissionBook(peers, renewal_seconds, config.lease_max_seconds), is_allowed)
+
+    @property
+    def _running(self) -> SchedulerRuntime:
+        assert self._runtime is not None  # vLLM schedules nothing before every worker has registered
+        return self._runtime
+
+    def new_request(self, request: Request) -> None:
+        """A request was queued: split it, or begin to prepare its read."""
+        params = parse_params(request.kv_transfer_params)
+        match params:
+            case RemoteDecode() if self._serves:
+                self._prepare_hand_off(request)
+            case RemotePrefill() if self._pulls:
+                self._arrive(request, params)
+            case InvalidParams(reason) if self._pulls:
+                with self._running.decode() as (half, _):
+                    if half is not None:
+                        half.outcomes[Outcome.PARAMS_INVALID] += 1
+                logger.warning("%s: unusable kv_transfer_params, computed here instead: %s", request.request_id, reason)
+
+    def _prepare_hand_off(self, request: Request) -> None:
+        if request.abort_immediately:
+            return
+        if reason := why_not_split(request):
+            logger.info("%s: no hand-off, decode computes the prompt: %s", request.request_id, reason)
+            with self._running.prefill() as (half, _):
+                if half is not None:
+                    half.outcomes[Outcome.HAND_OFF_IMPOSSIBLE] += 1
+            return
+        split_prompt(request, self._hash_block_size)
+        self._split.add(request.request_id)
+
+    def _arrive(self, request: Request, params: RemotePrefill) -> None:
+        num_tokens = request.num_prompt_tokens - 1
+        with self._running.decode() as (half, now):
+            if half is None:
+                return
+            if request.abort_immediately:
+                half.turn_away(params, now)
+            else:
+                half.arrive(RequestId(request.request_id), params, digest_of(request, num_tokens), num_tokens, now)
+
+    def num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """vLLM's question: how many tokens beyond its own can be loaded, and whether in the background."""
+        with self._running.decode() as (half, now):
+            if half is None:
+                return 0, False
+            answer = half.ask(RequestId(request.request_id), num_computed_tokens, now)
+        if isinstance(answer, AskAgain):
+            return None, False
+        return answer.num_tokens, answer.num_tokens > 0
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """vLLM has allocated a request's blocks. Called again after the load, then with no external tokens."""
+        request_id = RequestId(request.request_id)
+        with self._running.decode() as (half, now):
+            if half is None:
+                return
+            num_local = half.num_local_tokens(request_id)
+            needed = tuple(
+                needed_runs(
+                    [TableBlock(block.block_id, block.block_hash is not None) for block in table],
+                    block_size,
+                    num_local,
+                    num_local + num_external_tokens,
+                )
+                for table, block_size in zip(blocks.blocks, self._block_sizes, strict=True)
+            )
+            half.allocated(request_id, num_external_tokens, needed, now)
+
+    def build_metadata(self) -> PdMetadata:
+        """The orders of the step that is about to run."""
+        orders = StepOrders()
+        with self._running.decode() as (half, _):
+            if half is not None:
+                orders = half.take_orders()
+        with self._running.prefill() as (half, now):
+            if half is not None:
+                half.leases.expire(now)
+                batch = half.leases.take_word_changes()
+                orders.words = [batch] if batch is not None else []
+        return PdMetadata(orders)
+
+    def apply_output(self, output: KVConnectorOutput) -> None:
+        """What the workers answered to a step."""
+        metadata = output.kv_connector_worker_meta
+        if not isinstance(metadata, PdWorkerMetadata):
+            return
+        ended = [RequestId(request_id) for request_id in output.finished_recving or ()]
+        with self._running.decode() as (half, now):
+            if half is not None:
+                half.apply(metadata.report, ended, now)
+        freed: list[int] = []
+        with self._running.prefill() as (half, now):
+            if half is not None:
+                for batch_id, num_ranks in metadata.report.confirmed.items():
+                    freed.extend(half.leases.confirm(batch_id, num_ranks, now))
+        if freed and self._pool is not None:
+            # Later blocks first, so that a shared prefix is evicted last.
+            self._pool.free_blocks(self._pool.blocks[block_id] for block_id in reversed(freed))
+
+    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
+        """A request is over. Its params when it was split here; its blocks then stay under a lease."""
+        request_id = RequestId(request.request_id)
+        with self._running.decode() as (half, now):
+            if half is not None:
+                half.request_ended(request_id, now)
+        if request.request_id not in self._split:
+            return None
+        self._split.discard(request.request_id)
+        if request.status not in _FINISHED_WELL or request.num_computed_tokens < request.num_prompt_tokens:
+            return None
+        num_tokens = request.num_prompt_tokens
+        prompt = FinishedPrompt(request_id, num_tokens, digest_of(request, num_tokens), block_ids)
+        with self._running.prefill() as (half, now):
+            handed = half.hand_off(prompt, now) if half is not None else None
+        if handed is None or self._pool is None:
+            logger.warning("%s: no hand-off, too much of the pool is under lease", request.request_id)
+            return None
+        params, leased = handed
+        self._pool.touch([self._pool.blocks[block_id] for block_id in leased])
+        return params
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether leases are ending, so that blocks come free without preempting anybody."""
+        with self._running.prefill() as (half, _):
+            return half is not None and half.leases.is_retiring
+
+    def reset_cache(self) -> None:
+        """Every lease ends; no decode engine will accept what it read under one."""
+        with self._running.prefill() as (half, now):
+            if half is not None:
+                half.leases.reset(now)
+
+    def stats(self) -> PdStats | None:
+        """What was counted since the last call; None when nothing was and the levels are the same."""
+        collected = self._running.collect()
+        levels = {level: collected.levels[level] for level in Level}
+        if not collected.outcomes.total() and not collected.measured.quantities and levels == self._last_levels:
+            return None
+        self._last_levels = levels
+        return PdStats.from_collected(collected)
+
+    def shutdown(self) -> None:
+        """Stop serving peers."""
+        if self._runtime is not None:
+            self._runtime.close()
+
+
+def data_parallel_rank(vllm_config: VllmConfig) -> int:
+    """This engine's rank among data-parallel ones: each needs a side channel port of its own."""
+    return int(vllm_config.parallel_config.data_parallel_index)
+
+
+def environment() -> Mapping[str, str]:
+    """The process's environment variables."""
+    return os.environ
