@@ -89,7 +89,10 @@ def _check(config: PdConfig) -> None:
     for peer in config.peers:
         parse_host_port(peer)
     if not config.insecure:
-        for setting, host in (("side_channel_host", config.side_channel_host), ("advertise_host", config.advertise_host)):
+        for setting, host in (
+            ("side_channel_host", config.side_channel_host),
+            ("advertise_host", config.advertise_host),
+        ):
             if host and not is_loopback(host):
                 raise ConfigError(
                     f"{setting} is {host}, which is not the loopback, and the side channel has no keys: "

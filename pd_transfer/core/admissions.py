@@ -214,6 +214,9 @@ class AdmissionBook:
             return self._decline(admission, outcome, peer.reason, now)
         sealed, grant, welcome = admission.sealed, admission.sealed.claimed, peer.welcome
         if grant.engine_boot != welcome.engine.engine_boot:
+            if now >= peer.deadline:
+                # The engine may have restarted without our noticing. A fresh peer is not doubted again at once.
+                return [*self._peers.lose(admission.address, now), *self._peers.greet(admission.address, now)]
             reason = f"prefill's boot is {welcome.engine.engine_boot}, the grant was sealed by {grant.engine_boot}"
             return self._decline(admission, Outcome.GRANT_OTHER_BOOT, reason, now)
         if not sealed.is_genuine(welcome.grant_key):
@@ -235,9 +238,7 @@ class AdmissionBook:
         if num_external_tokens == 0:
             return self._decline(admission, Outcome.NOTHING_TO_READ, "every token is present already", now)
         admission.advance(LoadStarted(), now)
-        receive = StartReceive(
-            request_id, admission.peer.key, admission.sealed.claimed, needed, num_external_tokens
-        )
+        receive = StartReceive(request_id, admission.peer.key, admission.sealed.claimed, needed, num_external_tokens)
         return [receive]
 
     def num_local_tokens(self, request_id: RequestId) -> int:

@@ -115,7 +115,9 @@ def descriptor_rows(layout: EngineLayout, region_address: int) -> list[Descripto
     Layer-major order is what lets NIXL merge neighbouring blocks into one descriptor.
     """
     return [
-        DescriptorRow(region_address + layer.offset_bytes, layer.page_bytes, layer.block_stride_bytes, layout.num_blocks)
+        DescriptorRow(
+            region_address + layer.offset_bytes, layer.page_bytes, layer.block_stride_bytes, layout.num_blocks
+        )
         for layer in layout.layers()
     ]
 

@@ -81,7 +81,11 @@ def _parse_remote_prefill(raw: Mapping[Any, Any]) -> RemotePrefill | InvalidPara
     for key, value in texts.items():
         if not isinstance(value, str) or not value:
             return InvalidParams(f"{key} is missing or not a string")
-    if len(texts["remote_host"]) > 255 or len(texts["remote_engine_id"]) > 1024 or len(texts["grant"]) > MAX_GRANT_CHARS:
+    if (
+        len(texts["remote_host"]) > 255
+        or len(texts["remote_engine_id"]) > 1024
+        or len(texts["grant"]) > MAX_GRANT_CHARS
+    ):
         return InvalidParams("a field of kv_transfer_params is too long")
     port = _integer(raw.get("remote_port"))
     if port is None or not 0 < port < 65536:

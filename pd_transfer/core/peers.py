@@ -101,7 +101,10 @@ class PeerPolicy:
 
 @dataclass(slots=True)
 class Peer:
-    """One handshake with the engine at an address. ``welcome`` is set exactly when it was READY once."""
+    """One handshake with the engine at an address. ``welcome`` is set exactly when it was READY once.
+
+    ``deadline`` ends the wait that the state stands for; for a READY peer, the time in which it is not greeted anew.
+    """
 
     key: PeerKey
     address: Address
@@ -161,6 +164,7 @@ class PeerBook:
             return self._reject(peer, reason, now)
         peer.advance(WelcomeAccepted(), now)
         peer.welcome = message
+        peer.deadline = now + self._policy.backoff_seconds
         return [ConnectPeer(peer.key, message)]
 
     def _reject(self, peer: Peer, reason: str, now: float) -> list[PeerAction]:
@@ -222,7 +226,9 @@ class PeerBook:
 
     def next_deadline(self) -> float | None:
         """When ``pass_time`` next has something to do."""
-        return min((peer.deadline for peer in self._current.values() if peer.state is not PeerState.READY), default=None)
+        return min(
+            (peer.deadline for peer in self._current.values() if peer.state is not PeerState.READY), default=None
+        )
 
     def peers(self) -> Iterator[Peer]:
         """Every peer that is remembered."""

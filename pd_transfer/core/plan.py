@@ -143,9 +143,7 @@ def num_merged(plan: ReadPlan, local_rows: Sequence[DescriptorRow], remote_rows:
     return int(len(plan.local) - np.count_nonzero(joins))
 
 
-def _rows_of(
-    indices: Indices, rows: Sequence[DescriptorRow]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+def _rows_of(indices: Indices, rows: Sequence[DescriptorRow]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     ends = np.cumsum([row.count for row in rows])
     row_of = np.searchsorted(ends, indices, side="right")
     dense = np.asarray([row.stride_bytes == row.length_bytes for row in rows])

@@ -227,9 +227,7 @@ class ReceiveBook:
         self._advance(receive, WordMatched(), now)
         return self._report(receive, Outcome.RECEIVE_VERIFIED, "", now)
 
-    def _lose(
-        self, receive: Receive, event: object, outcome: Outcome, reason: str, now: float
-    ) -> list[ReceiveAction]:
+    def _lose(self, receive: Receive, event: object, outcome: Outcome, reason: str, now: float) -> list[ReceiveAction]:
         self._advance(receive, event, now)
         receive.loss = (outcome, reason)
         if receive.state in _FINAL:

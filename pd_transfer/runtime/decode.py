@@ -59,9 +59,7 @@ class DecodeSide:
         for address in addresses:
             self._do(self._peers.greet(address, now))
 
-    def arrive(
-        self, request_id: RequestId, params: RemotePrefill, digest: bytes, num_tokens: int, now: float
-    ) -> None:
+    def arrive(self, request_id: RequestId, params: RemotePrefill, digest: bytes, num_tokens: int, now: float) -> None:
         """A request wants its KV from a prefill engine."""
         if not self._is_allowed(params.address):
             self.outcomes[Outcome.PEER_NOT_ALLOWED] += 1

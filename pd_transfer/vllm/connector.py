@@ -36,11 +36,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from pd_transfer.config import load_config
+from pd_transfer.config import PdConfig, load_config
 from pd_transfer.errors import ConfigError
 from pd_transfer.vllm.kv_caches import check_engine, check_groups
 from pd_transfer.vllm.metadata import PdHandshakeMetadata, PdMetadata
 from pd_transfer.vllm.metrics import PdPromMetrics, PdStats
+from pd_transfer.vllm.parts import Parts, real_parts
 from pd_transfer.vllm.scheduler import SchedulerHalf, data_parallel_rank, environment
 from pd_transfer.vllm.worker import WorkerHalf
 
@@ -85,10 +86,16 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         config = load_config(extra, environment(), data_parallel_rank(vllm_config))
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
+        parts = self.make_parts(config)
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(config, vllm_config, kv_cache_config)
+            self._scheduler = SchedulerHalf(config, parts, vllm_config, kv_cache_config)
         else:
-            self._worker = WorkerHalf(config, vllm_config, kv_cache_config)
+            self._worker = WorkerHalf(config, parts, vllm_config, kv_cache_config)
+
+    @classmethod
+    def make_parts(cls, config: PdConfig) -> Parts:
+        """The outside world; a test's subclass answers with fakes."""
+        return real_parts(config)
 
     @property
     def _as_scheduler(self) -> SchedulerHalf:

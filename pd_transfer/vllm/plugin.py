@@ -5,5 +5,5 @@ def register() -> None:
     """Tell vLLM where PdConnector is. vLLM calls this in every process, possibly more than once."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if "PdConnector" not in KVConnectorFactory._registry:  # noqa: SLF001 - registering twice raises
+    if "PdConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector("PdConnector", "pd_transfer.vllm.connector", "PdConnector")

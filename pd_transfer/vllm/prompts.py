@@ -37,8 +37,8 @@ def split_prompt(request: Request, hash_block_size: int) -> None:
     """
     assert request.prompt_token_ids is not None
     request.prompt_token_ids = request.prompt_token_ids[:-1]
-    request._all_token_ids = request._all_token_ids[:-1]  # noqa: SLF001 - there is no public way to shorten a prompt
-    request.all_token_ids = ConstantList(request._all_token_ids)  # noqa: SLF001
+    request._all_token_ids = request._all_token_ids[:-1]
+    request.all_token_ids = ConstantList(request._all_token_ids)
     request.num_prompt_tokens -= 1
     request.max_tokens = 1
     request.block_hashes = request.block_hashes[: request.num_prompt_tokens // hash_block_size]

@@ -34,11 +34,10 @@ from pd_transfer.runtime.decode import DecodeSide
 from pd_transfer.runtime.orders import StepOrders, WorkerDescription
 from pd_transfer.runtime.prefill import FinishedPrompt, PrefillSide
 from pd_transfer.runtime.scheduler import SchedulerRuntime
-from pd_transfer.sidechannel.base import SideChannel
-from pd_transfer.sidechannel.zmq import ZmqSideChannel
 from pd_transfer.vllm.identity import config_digest
 from pd_transfer.vllm.metadata import PdMetadata, PdWorkerMetadata
 from pd_transfer.vllm.metrics import PdStats
+from pd_transfer.vllm.parts import Parts
 from pd_transfer.vllm.prompts import digest_of, split_prompt, why_not_split
 
 logger = logging.getLogger("pd_transfer.scheduler")
@@ -51,10 +50,11 @@ _RENEWALS_PER_PERIOD = 3
 class SchedulerHalf:
     """Built with the scheduler; ``start`` completes it once the workers have described themselves."""
 
-    def __init__(self, config: PdConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(self, config: PdConfig, parts: Parts, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None  # vLLM builds connectors only with a transfer config
         self._config = config
+        self._parts = parts
         self._vllm_config = vllm_config
         self._serves, self._pulls = transfer.is_kv_producer, transfer.is_kv_consumer
         self._block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
@@ -72,7 +72,8 @@ class SchedulerHalf:
         """All ranks have registered: serve peers and greet the configured ones. Raises ConfigError."""
         ranks = [workers[rank] for rank in sorted(workers)]
         engine = self._describe(ranks)
-        side_channel = self._open_side_channel()
+        where = Address(bind_host(self._config), self._config.side_channel_port) if self._serves else None
+        side_channel = self._parts.open_side_channel(where)
         address = Address(advertised_host(self._config), side_channel.bound_port or 0)
         prefill = self._prefill_side(engine, ranks, address) if self._serves else None
         decode = self._decode_side(engine) if self._pulls else None
@@ -87,7 +88,9 @@ class SchedulerHalf:
     def _describe(self, ranks: Sequence[WorkerDescription]) -> EngineDescription:
         layouts = {worker.layout.digest() for worker in ranks}
         if len(layouts) != 1:
-            raise UnsupportedError(f"the ranks of this engine have {len(layouts)} different KV layouts; see docs/limits.md")
+            raise UnsupportedError(
+                f"the ranks of this engine have {len(layouts)} different KV layouts; see docs/limits.md"
+            )
         model = ModelIdentity(
             name=str(self._vllm_config.model_config.model),
             config_digest=config_digest(self._vllm_config),
@@ -97,11 +100,6 @@ class SchedulerHalf:
         assert transfer is not None
         engine_id = EngineId(str(transfer.engine_id))
         return EngineDescription(engine_id, secrets.token_hex(8), model, ranks[0].layout, len(ranks))
-
-    def _open_side_channel(self) -> SideChannel:
-        if not self._serves:
-            return ZmqSideChannel(None)
-        return ZmqSideChannel(Address(bind_host(self._config), self._config.side_channel_port))
 
     def _prefill_side(
         self, engine: EngineDescription, ranks: Sequence[WorkerDescription], address: Address

@@ -21,10 +21,10 @@ from pd_transfer.runtime.damage import damage_block
 from pd_transfer.runtime.orders import StepOrders, WorkerDescription, WorkerReport
 from pd_transfer.runtime.worker import Fence, NoFence, PullLoop, PullThread
 from pd_transfer.transport.base import ServeTransport
-from pd_transfer.transport.nixl import NixlPullTransport, NixlServeTransport
 from pd_transfer.vllm.identity import weights_digest
 from pd_transfer.vllm.kv_caches import backing_region, engine_layout, packing_of
 from pd_transfer.vllm.metadata import PdWorkerMetadata
+from pd_transfer.vllm.parts import Parts
 
 logger = logging.getLogger("pd_transfer.worker")
 
@@ -44,10 +44,11 @@ class StreamFence:
 class WorkerHalf:
     """One rank. Built before the KV cache exists; ``register`` completes it."""
 
-    def __init__(self, config: PdConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(self, config: PdConfig, parts: Parts, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None  # vLLM builds connectors only with a transfer config
         self._config = config
+        self._parts = parts
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._serves, self._pulls = transfer.is_kv_producer, transfer.is_kv_consumer
@@ -95,11 +96,11 @@ class WorkerHalf:
 
         self._words = LeaseWords(table, boot_word, fence)
         words = MemoryRange(table.ctypes.data, num_words * WORD_BYTES)
-        return NixlServeTransport(self._name, region, words, backend_params=self._config.nixl_backend_params)
+        return self._parts.serve(self._name, region, words)
 
     def _start_pulling(self, region: MemoryRange, layout: EngineLayout) -> PullThread:
         rows = descriptor_rows(layout, region.address)
-        transport = NixlPullTransport(self._name, region, rows, backend_params=self._config.nixl_backend_params)
+        transport = self._parts.pull(self._name, region, rows)
         policy = ReceivePolicy(self._config.read_seconds, self._config.drain_seconds)
         damage = self._config.debug_damage
 
