@@ -231,7 +231,7 @@ class AdmissionBook:
     def allocated(
         self, request_id: RequestId, num_external_tokens: int, needed: tuple[tuple[BlockRun, ...], ...], now: float
     ) -> list[AdmissionAction]:
-        """vLLM has allocated blocks and will wait for ``num_external_tokens`` tokens; 0 means that it waits for none."""
+        """vLLM has allocated blocks and waits for ``num_external_tokens`` tokens; 0 means that it waits for none."""
         admission = self._admissions.get(request_id)
         if admission is None or admission.state is not AdmissionState.ADMITTED or admission.peer is None:
             return []
@@ -290,7 +290,7 @@ class AdmissionBook:
         return [SendMessage(address, Release((lease_id,)))]
 
     def leases_gone(self, address: Address, lease_ids: Iterable[LeaseId]) -> None:
-        """The engine at an address says that it holds these leases no more. Reads under way are judged by their word."""
+        """The engine at an address holds these leases no more. Reads under way are judged by their word."""
         for lease_id in lease_ids:
             lease = self._leases.get(lease_id)
             if lease is not None and lease.address == address:

@@ -9,8 +9,8 @@ The types cross the wire in ``core.messages``, hence ``msgspec.Struct``.
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
 
 import msgspec
 
@@ -40,7 +40,8 @@ class RemoteMemory(msgspec.Struct, frozen=True):
     words: MemoryRange
 
 
-class DescriptorRow(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class DescriptorRow:
     """``count`` descriptors of ``length_bytes`` each, ``stride_bytes`` apart, the first at ``address``."""
 
     address: int
@@ -143,7 +144,7 @@ def layout_mismatch(local: EngineLayout, remote: EngineLayout) -> str | None:
 
 
 def invalid_layout(layout: EngineLayout) -> str | None:
-    """Why a layout that came from a peer is not a layout: a layer outside its region, or a size that is not positive."""
+    """Why a layout that came from a peer is not one: a layer outside its region, or a size that is not positive."""
     if layout.num_blocks < 1 or layout.region_bytes < 1 or not layout.groups:
         return "a layout needs at least one block, one byte and one group"
     for group in layout.groups:

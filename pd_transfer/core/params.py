@@ -24,7 +24,8 @@ PeerKey = NewType("PeerKey", str)
 Transfer = NewType("Transfer", int)
 """Name of one submitted read; never used twice in the life of a pull transport."""
 
-MAX_GRANT_CHARS = 1 << 20
+_TEXT_FIELDS = {"remote_engine_id": 1024, "remote_host": 255, "grant": 1 << 20}
+"""The strings of params that are read, and the most characters that each may have."""
 _GRANT_VERSION = 1
 _SEAL_BYTES = 16
 
@@ -77,16 +78,12 @@ def parse_params(raw: object) -> ParsedParams:
 
 
 def _parse_remote_prefill(raw: Mapping[Any, Any]) -> RemotePrefill | InvalidParams:
-    texts = {key: raw.get(key) for key in ("remote_engine_id", "remote_host", "grant")}
-    for key, value in texts.items():
-        if not isinstance(value, str) or not value:
-            return InvalidParams(f"{key} is missing or not a string")
-    if (
-        len(texts["remote_host"]) > 255
-        or len(texts["remote_engine_id"]) > 1024
-        or len(texts["grant"]) > MAX_GRANT_CHARS
-    ):
-        return InvalidParams("a field of kv_transfer_params is too long")
+    texts: dict[str, str] = {}
+    for key, max_chars in _TEXT_FIELDS.items():
+        value = raw.get(key)
+        if not isinstance(value, str) or not 0 < len(value) <= max_chars:
+            return InvalidParams(f"{key} is missing, not a string, or longer than {max_chars} characters")
+        texts[key] = value
     port = _integer(raw.get("remote_port"))
     if port is None or not 0 < port < 65536:
         return InvalidParams("remote_port is missing or not a port number")

@@ -92,7 +92,7 @@ PeerAction = SendMessage | ConnectPeer | RetirePeer
 
 @dataclass(frozen=True, slots=True)
 class PeerPolicy:
-    """``handshake_seconds`` for a Welcome, then ``backoff_seconds`` without trying; ``rejection_seconds`` for misfits."""
+    """How long to wait for a Welcome, and how long not to try again after silence or after a misfit."""
 
     handshake_seconds: float = 5.0
     backoff_seconds: float = 1.0

@@ -15,7 +15,7 @@ _NO_IDS: Indices = np.empty(0, dtype=np.int32)
 
 
 class ReadPlan(msgspec.Struct, frozen=True):
-    """Descriptor ``remote[i]`` is read into descriptor ``local[i]``. Layer-major, positions ascending within a layer."""
+    """Descriptor ``remote[i]`` is read into descriptor ``local[i]``; layer-major, positions ascending in a layer."""
 
     local: Indices
     remote: Indices

@@ -1,4 +1,4 @@
-"""The decode half of a scheduler process: admits requests, keeps their leases alive, and judges the workers' reports."""
+"""The decode half of a scheduler process: admits requests, keeps leases alive, and judges the workers' reports."""
 
 import logging
 from collections import Counter

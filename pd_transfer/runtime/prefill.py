@@ -55,7 +55,7 @@ class PrefillSide:
         self.outcomes: Outcomes = Counter()
 
     def hand_off(self, prompt: FinishedPrompt, now: float) -> tuple[dict[str, Any], tuple[int, ...]] | None:
-        """Params for the router, and the blocks that the caller must now take a reference on; None beyond the limits."""
+        """Params for the router, and the blocks that the caller must take a reference on; None beyond the limits."""
         groups = tuple(block_runs(table) for table in prompt.tables)
         lease = self._leases.open(LeaseId(secrets.token_hex(16)), _block_ids(groups), now)
         if lease is None:

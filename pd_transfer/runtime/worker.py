@@ -205,8 +205,7 @@ class PullLoop:
                 case SubmitRead():
                     self._submit_read(action, now)
                 case SubmitWordRead(request):
-                    self._after_read(request)
-                    self._submit(request, lambda r=request: self._transport.submit_word_read(r.peer, r.slot), True, now)
+                    self._submit_word_read(request, now)
                 case ReportReceive():
                     self._report(action)
                 case RebuildAgent(reason):
@@ -219,6 +218,10 @@ class PullLoop:
             self._act(self._book.handle(ReadCompleted(request.request_id), now), now)
             return
         self._submit(request, lambda: self._transport.submit_read(request.peer, plan.local, plan.remote), False, now)
+
+    def _submit_word_read(self, request: ReceiveRequest, now: float) -> None:
+        self._after_read(request)
+        self._submit(request, lambda: self._transport.submit_word_read(request.peer, request.slot), True, now)
 
     def _submit(self, request: ReceiveRequest, submit: Callable[[], Transfer], is_word: bool, now: float) -> None:
         try:

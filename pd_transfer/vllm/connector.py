@@ -7,7 +7,7 @@ exist into a log entry and the harmless answer. Errors at start-up are the excep
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from vllm.config import VllmConfig
@@ -47,24 +47,22 @@ from pd_transfer.vllm.worker import WorkerHalf
 
 logger = logging.getLogger("pd_transfer.connector")
 
-P = ParamSpec("P")
-R = TypeVar("R")
-S = TypeVar("S")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def contained(fallback: Callable[[], R]) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
+def contained(fallback: Callable[[], object]) -> Callable[[Method], Method]:
     """Answer ``fallback()`` when the method raises, and log the bug: an exception here would end the engine."""
 
-    def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    def decorate(method: Method) -> Method:
         @functools.wraps(method)
-        def contained_method(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        def contained_method(*args: object, **kwargs: object) -> object:
             try:
-                return method(self, *args, **kwargs)
+                return method(*args, **kwargs)
             except Exception:
                 logger.exception("internal error in %s, please report it; the engine goes on", method.__name__)
                 return fallback()
 
-        return contained_method
+        return cast("Method", contained_method)
 
     return decorate
 

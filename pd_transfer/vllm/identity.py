@@ -6,6 +6,7 @@ from the checkpoint files, because a connector never sees the loaded parameters.
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def weights_digest(config: VllmConfig) -> str:
         return _digest(f"{model.model}@{model.revision}".encode())
     digest = hashlib.sha256()
     for path in files:
-        _sample(path, digest)
+        for sample in _samples(path):
+            digest.update(sample)
     return digest.hexdigest()[:16]
 
 
@@ -60,13 +62,13 @@ def _checkpoint_folder(name: str, revision: str | None) -> Path | None:
         return None
 
 
-def _sample(path: Path, digest: Any) -> None:
+def _samples(path: Path) -> Iterator[bytes]:
     size = path.stat().st_size
-    digest.update(f"{path.name}:{size}".encode())
+    yield f"{path.name}:{size}".encode()
     with path.open("rb") as file:
         for index in range(_SAMPLES_PER_FILE):
-            file.seek(index * max(0, size - _SAMPLE_BYTES) // max(1, _SAMPLES_PER_FILE - 1))
-            digest.update(file.read(_SAMPLE_BYTES))
+            file.seek(index * max(0, size - _SAMPLE_BYTES) // (_SAMPLES_PER_FILE - 1))
+            yield file.read(_SAMPLE_BYTES)
 
 
 def _digest(data: bytes) -> str:

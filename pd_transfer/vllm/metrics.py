@@ -1,7 +1,7 @@
 """Our counters in vLLM's metrics: ``/metrics`` and the periodic log line."""
 
 from collections import Counter as Count
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -27,6 +27,8 @@ _QUANTITY_HELP = {
 @dataclass
 class PdStats(KVConnectorStats):
     """``data`` maps a metric's name to {label value: number}; plain, because it travels between processes."""
+
+    data: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_collected(cls, collected: Collected) -> "PdStats":
