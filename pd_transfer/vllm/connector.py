@@ -67,6 +67,15 @@ def contained(fallback: Callable[[], object]) -> Callable[[Method], Method]:
     return decorate
 
 
+def _log_like_vllm() -> None:
+    """Our log lines go where vLLM's go; vLLM configures only its own logger."""
+    ours, theirs = logging.getLogger("pd_transfer"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = not theirs.handlers
+
+
 def _nothing() -> None:
     return None
 
@@ -78,6 +87,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_like_vllm()
         check_engine(vllm_config)
         check_groups(kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config

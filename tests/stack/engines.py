@@ -127,8 +127,8 @@ class EngineSettings:
     arguments: tuple[str, ...] = ()
     policy: str = "recompute"
     kv_transfer_config: Mapping[str, Any] | None = None
+    """Instead of the one that ``role``, ``extra`` and ``policy`` make."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Instead of the one that ``role`` and ``extra`` make."""
 
 
 class Engine(ServerProcess):
@@ -166,6 +166,17 @@ class Engine(ServerProcess):
     def step(self) -> None:
         """Make the engine step once: an idle engine neither frees retired blocks nor refreshes its gauges."""
         self.complete([7, 8, 9], max_tokens=1, cache_salt=f"step-{time.monotonic_ns()}")
+
+
+class Proxy(ServerProcess):
+    """The project's proxy in front of some engines."""
+
+    def __init__(self, prefill: Sequence[ServerProcess], decode: Sequence[ServerProcess], logs: Path) -> None:
+        port = free_port()
+        command = [sys.executable, "-m", "proxy", "--port", str(port)]
+        command += [part for engine in prefill for part in ("--prefill", engine.url)]
+        command += [part for engine in decode for part in ("--decode", engine.url)]
+        super().__init__("proxy", command, port, logs)
 
 
 def complete(url: str, prompt: Sequence[int] | str, **fields: Any) -> dict[str, Any]:
