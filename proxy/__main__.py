@@ -1,0 +1,31 @@
+"""``python -m proxy``: the command line of the proxy."""
+
+import logging
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from proxy.config import ProxyConfig, parse_arguments
+from proxy.service import serve
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a proxy until it is told to stop. Returns the exit status: 0 after a stop, 1 if it cannot listen."""
+    config = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        uvloop.run(serve(config, lambda address: _announce(address, config)))
+    except OSError as error:
+        print(f"pdt-proxy: cannot listen on {config.host}:{config.port}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _announce(address: str, config: ProxyConfig) -> None:
+    engines = f"{len(config.prefill_urls)} prefill, {len(config.decode_urls)} decode"
+    print(f"pdt-proxy listens on {address} ({engines})", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

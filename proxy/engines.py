@@ -1,0 +1,226 @@
+"""Talking to engines: one HTTP request, its answer, and every way in which either can fail.
+
+Nothing here decides what to do about a failure; ``exchange`` does.
+"""
+
+import asyncio
+import io
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import aiohttp
+import msgspec
+from multidict import CIMultiDict
+from yarl import URL
+
+from proxy import relay
+from proxy.config import Timeouts
+from proxy.errors import Answer, EngineAnswerError, EngineFailedError, FailureKind
+from proxy.headers import response_headers
+from proxy.registry import Load
+
+KEEP_ALIVE_SECONDS = 4.0
+"""How long an idle connection is kept. vLLM closes its own after 5 s; a request sent into that close is lost."""
+
+HELD_BACK_BYTES = 4 << 20
+"""How much of a plain reply is read before any of it is passed on, so that an engine lost meanwhile can be replaced."""
+
+_LARGE_BODY_BYTES = 1 << 20
+_EVENT_STREAM = "text/event-stream"
+_BUSY_STATUSES = frozenset({408, 429, 503})
+_PASSED_ON_SERVER_ERRORS = frozenset({501})
+
+
+ForwardedBody = bytes | aiohttp.StreamReader | None
+
+
+class EngineRequest(NamedTuple):
+    """What both legs of a request share. The headers ask for uncompressed answers, because the proxy reads them."""
+
+    path: str
+    headers: CIMultiDict[str]
+    body: relay.Body
+
+
+class Reply:
+    """An engine's answer whose first bytes have arrived. The owner reads it and must close it."""
+
+    def __init__(self, response: aiohttp.ClientResponse, head: bytes, idle_seconds: float, load: Load) -> None:
+        self._response = response
+        self._head = head
+        self._idle_seconds = idle_seconds
+        self._load = load
+
+    @property
+    def status(self) -> int:
+        """The HTTP status."""
+        return self._response.status
+
+    @property
+    def headers(self) -> CIMultiDict[str]:
+        """The end-to-end headers."""
+        return response_headers(self._response.headers)
+
+    @property
+    def is_event_stream(self) -> bool:
+        """Whether the body is a stream of server-sent events."""
+        return self._response.content_type == _EVENT_STREAM
+
+    async def next_chunk(self) -> bytes:
+        """The next bytes of the body as they come, empty at its end.
+
+        Raises ``EngineFailedError`` if the body breaks off or stalls. Nothing is read ahead of the consumer beyond the
+        connection's buffer, so a slow client slows the engine down.
+        """
+        if self._head:
+            chunk, self._head = self._head, b""
+            return chunk
+        with _failures():
+            async with asyncio.timeout(self._idle_seconds):
+                return await self._response.content.readany()
+
+    async def read(self) -> bytes:
+        """The whole body. Raises like ``next_chunk``."""
+        pieces: list[bytes] = []
+        while chunk := await self.next_chunk():
+            pieces.append(chunk)
+        return b"".join(pieces)
+
+    def close(self) -> None:
+        """Give the connection back, or drop it if the answer is not complete: then vLLM aborts the request."""
+        self._response.close()
+        self._load.end()
+
+
+class EngineClient:
+    """HTTP to all engines, over one pool of connections."""
+
+    def __init__(self, session: aiohttp.ClientSession, timeouts: Timeouts) -> None:
+        self._session = session
+        self._timeouts = timeouts
+
+    async def prefill(self, url: str, request: EngineRequest) -> msgspec.Raw | None:
+        """Prefill the prompt; the params of the hand-off, or None if the engine offers none.
+
+        Raises ``EngineFailedError``, or ``EngineAnswerError`` if the engine refuses the request.
+        """
+        body = relay.prefill_body(request.body)
+        with _failures():
+            async with asyncio.timeout(self._timeouts.prefill_seconds):
+                response = await self._post(url, request.path, request.headers, body)
+                async with response:
+                    reply = await response.read()
+        _raise_unless_ok(response, reply)
+        try:
+            return relay.handoff_params(reply)
+        except ValueError as error:
+            raise EngineFailedError(FailureKind.BROKEN, f"The prefill engine sent no JSON object: {error}") from error
+
+    async def decode(self, url: str, request: EngineRequest, params: msgspec.Raw | None, load: Load) -> Reply:
+        """Have a request answered, up to the first bytes of the answer. The reply owns ``load`` from here on.
+
+        Raises ``EngineFailedError``, or ``EngineAnswerError`` if the engine refuses the request.
+        """
+        body = relay.decode_body(request.body, params)
+        return await self._open(self._post(url, request.path, request.headers, body), load)
+
+    async def forward(self, method: str, url: URL, headers: CIMultiDict[str], body: ForwardedBody, load: Load) -> Reply:
+        """Send any other request to an engine. The reply may have any status; apart from that as ``decode``."""
+        sending = self._session.request(method, url, headers=headers, data=body, allow_redirects=False)
+        return await self._open(sending, load, refusals_raise=False)
+
+    async def release(self, url: str, headers: CIMultiDict[str], params: msgspec.Raw, timeout_seconds: float) -> bool:
+        """Make a decode engine release ``params``; whether it has. Never raises for what an engine does."""
+        headers = headers.copy()
+        headers["Content-Type"] = "application/json"
+        try:
+            with _failures():
+                async with asyncio.timeout(timeout_seconds):
+                    response = await self._post(url, "/v1/completions", headers, relay.release_body(params))
+                    async with response:
+                        await response.read()
+        except EngineFailedError:
+            return False
+        return response.status == 404 or response.ok
+
+    async def is_healthy(self, url: str, timeout_seconds: float) -> bool:
+        """Whether an engine says that it is well."""
+        try:
+            with _failures():
+                async with asyncio.timeout(timeout_seconds), self._session.get(URL(url + "/health")) as response:
+                    return response.ok
+        except EngineFailedError:
+            return False
+
+    async def _post(self, url: str, path: str, headers: CIMultiDict[str], body: bytes) -> aiohttp.ClientResponse:
+        return await self._session.post(URL(url + path), headers=headers, data=_payload(body), allow_redirects=False)
+
+    async def _open(
+        self, sending: Awaitable[aiohttp.ClientResponse], load: Load, *, refusals_raise: bool = True
+    ) -> Reply:
+        with _failures():
+            async with asyncio.timeout(self._timeouts.decode_seconds):
+                response = await sending
+                try:
+                    if refusals_raise and not _is_success(response.status):
+                        _raise_unless_ok(response, await response.read())
+                    return Reply(response, await _first_bytes(response), self._timeouts.idle_seconds, load)
+                except BaseException:
+                    response.close()
+                    raise
+
+
+async def _first_bytes(response: aiohttp.ClientResponse) -> bytes:
+    """What has to be here before an answer is passed on: the first piece of a stream, or all of a plain reply."""
+    content = response.content
+    if response.content_type == _EVENT_STREAM:
+        return await content.readany()
+    pieces: list[bytes] = []
+    size = 0
+    while size < HELD_BACK_BYTES and not content.at_eof():
+        pieces.append(await content.readany())
+        size += len(pieces[-1])
+    return b"".join(pieces)
+
+
+def _is_success(status: int) -> bool:
+    return 200 <= status < 300
+
+
+def _raise_unless_ok(response: aiohttp.ClientResponse, body: bytes) -> None:
+    status = response.status
+    if _is_success(status):
+        return
+    answer = Answer(status, response_headers(response.headers), body)
+    if status in _BUSY_STATUSES:
+        raise EngineFailedError(FailureKind.BUSY, f"An engine answered {status}", answer)
+    if 400 <= status < 500 or status in _PASSED_ON_SERVER_ERRORS:
+        raise EngineAnswerError(answer)
+    raise EngineFailedError(FailureKind.BROKEN, f"An engine answered {status}: {_excerpt(body)}", answer)
+
+
+def _excerpt(body: bytes) -> str:
+    """The message of an engine's error, for our own error about it."""
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return body[:200].decode(errors="replace")
+
+
+def _payload(body: bytes) -> bytes | io.BytesIO:
+    # aiohttp writes a file in pieces, yielding to other streams in between, but bytes in one go.
+    return body if len(body) < _LARGE_BODY_BYTES else io.BytesIO(body)
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Turn what aiohttp raises into ``EngineFailedError``, here and nowhere else."""
+    try:
+        yield
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        raise EngineFailedError(FailureKind.UNREACHABLE, "An engine cannot be reached") from error
+    except TimeoutError as error:
+        raise EngineFailedError(FailureKind.TIMED_OUT, "An engine did not answer in time") from error
+    except (aiohttp.ClientError, ConnectionError) as error:
+        raise EngineFailedError(FailureKind.LOST, "The connection to an engine broke") from error

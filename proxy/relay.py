@@ -1,0 +1,207 @@
+"""From a client's request to its two legs, as pure functions over bodies.
+
+A body is a JSON object of which only the top level is parsed: everything nested stays the bytes that the client sent,
+so tool schemas, token ids and images are neither changed nor paid for.
+
+    client body -> prefill body: one token, no stream, and a request for a hand-off
+    prefill reply -> the hand-off params, opaque
+    client body + params -> decode body
+"""
+
+import enum
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from proxy.errors import ProxyError
+
+Body = dict[str, msgspec.Raw]
+
+TRANSFER_PARAMS = "kv_transfer_params"
+
+HANDOFF_REQUEST = msgspec.Raw(
+    b'{"do_remote_decode":true,"do_remote_prefill":false,'
+    b'"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}'
+)
+"""Asks a prefill engine for a hand-off. Every router sends these six keys, so connectors rely on them."""
+
+
+class Treatment(enum.Enum):
+    """What happens to one field of the client's body. A field without a rule goes to both legs as it is."""
+
+    SET = "prefill gets our value, whether or not the client sent one"
+    CAP = "prefill gets our value if the client sent one"
+    DROP = "prefill does not get it"
+    STRIP = "neither leg gets it from a client"
+    WHOLE = "if set, one engine answers the whole request"
+
+
+class FieldRule(NamedTuple):
+    """How one field is treated, and why. ``unset`` lists the values that mean that a WHOLE field is not set."""
+
+    treatment: Treatment
+    reason: str
+    value: msgspec.Raw = msgspec.Raw(b"null")
+    unset: tuple[bytes, ...] = (b"null", b"false")
+
+
+_ONE = msgspec.Raw(b"1")
+
+FIELD_RULES: Mapping[str, FieldRule] = {
+    "max_tokens": FieldRule(Treatment.SET, "prefill exists for the prompt; one token is the least it can make", _ONE),
+    "max_completion_tokens": FieldRule(Treatment.CAP, "wins over max_tokens on chat", _ONE),
+    "stream": FieldRule(Treatment.SET, "the params come in a plain JSON reply", msgspec.Raw(b"false")),
+    "stream_options": FieldRule(Treatment.DROP, "refused without stream"),
+    "stream_interval": FieldRule(Treatment.DROP, "only means something with stream"),
+    "min_tokens": FieldRule(Treatment.DROP, "refused above max_tokens"),
+    "min_completion_tokens": FieldRule(Treatment.DROP, "refused above max_completion_tokens"),
+    "n": FieldRule(Treatment.CAP, "one prompt needs one prefill; decode's samples share its KV", _ONE),
+    "best_of": FieldRule(Treatment.DROP, "refused above n"),
+    "logprobs": FieldRule(Treatment.DROP, "prefill's token is thrown away, so are its logprobs"),
+    "top_logprobs": FieldRule(Treatment.DROP, "refused without logprobs"),
+    "logprob_token_ids": FieldRule(Treatment.DROP, "refused without logprobs"),
+    "return_token_ids": FieldRule(Treatment.DROP, "would send the prompt back to us for nothing"),
+    "return_prompt_text": FieldRule(Treatment.DROP, "would send the prompt back to us for nothing"),
+    TRANSFER_PARAMS: FieldRule(Treatment.STRIP, "a client could name any host, or another client's KV"),
+    "ec_transfer_params": FieldRule(Treatment.STRIP, "the same for encoder caches"),
+    "echo": FieldRule(Treatment.WHOLE, "with logprobs it needs the prompt's, which decode never computes"),
+    "prompt_logprobs": FieldRule(
+        Treatment.WHOLE, "decode never computes the prompt; 0 asks for them too", unset=(b"null",)
+    ),
+    "prompt_embeds": FieldRule(Treatment.WHOLE, "hand-offs name prompts by their token ids"),
+    "use_beam_search": FieldRule(Treatment.WHOLE, "beams are many engine requests with prompts of their own"),
+}
+
+# Where else vLLM takes transfer params from: these objects end up in the request's extra arguments.
+_NESTED_EXTRA_ARGUMENTS = (("vllm_xargs",), ("sampling_params", "extra_args"))
+
+
+def _fields(treatment: Treatment) -> frozenset[str]:
+    return frozenset(name for name, rule in FIELD_RULES.items() if rule.treatment is treatment)
+
+
+_SET, _CAP, _DROP = _fields(Treatment.SET), _fields(Treatment.CAP), _fields(Treatment.DROP)
+_STRIP, _WHOLE = _fields(Treatment.STRIP), _fields(Treatment.WHOLE)
+
+_decode_body = msgspec.json.Decoder(Body).decode
+
+
+def parse_body(data: bytes) -> Body:
+    """The top level of a client's JSON object. Raises a 400 ``ProxyError`` for anything else.
+
+    Nested values are checked to be JSON but not decoded. Of repeated keys the last counts, as in Python's parser, so
+    nothing can hide behind a second key of the same name.
+    """
+    try:
+        return _decode_body(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProxyError(400, f"The request body is not a JSON object: {error}") from error
+
+
+def strip_transfer_params(body: Body) -> Body:
+    """The body without transfer params, wherever vLLM would look for them; the same object if there were none."""
+    stripped = body
+    if not _STRIP.isdisjoint(body):
+        stripped = {name: value for name, value in body.items() if name not in _STRIP}
+    for path in _NESTED_EXTRA_ARGUMENTS:
+        if path[0] in stripped:
+            stripped = _strip_at(stripped, path)
+    return stripped
+
+
+def _strip_at(body: Body, path: tuple[str, ...]) -> Body:
+    """The body without the stripped fields of the object at ``path``; what is no object is the engine's to refuse."""
+    if not path:
+        kept = {name: value for name, value in body.items() if name not in _STRIP}
+        return body if len(kept) == len(body) else kept
+    try:
+        inner = _decode_body(body[path[0]])
+    except (KeyError, msgspec.DecodeError):
+        return body
+    stripped = _strip_at(inner, path[1:])
+    return body if stripped is inner else {**body, path[0]: msgspec.Raw(msgspec.json.encode(stripped))}
+
+
+def needs_one_engine(body: Body) -> bool:
+    """Whether prefill and decode cannot share this request, so that one engine must answer all of it."""
+    return any(bytes(body[name]) not in FIELD_RULES[name].unset for name in _WHOLE.intersection(body))
+
+
+def prefill_body(body: Body) -> bytes:
+    """The request that makes prefill compute the prompt and keep its KV for a decode engine."""
+    leg = {name: value for name, value in body.items() if name not in _DROP}
+    for name in _SET:
+        leg[name] = FIELD_RULES[name].value
+    for name in _CAP.intersection(leg):
+        leg[name] = FIELD_RULES[name].value
+    leg[TRANSFER_PARAMS] = HANDOFF_REQUEST
+    return msgspec.json.encode(leg)
+
+
+def handoff_params(reply: bytes) -> msgspec.Raw | None:
+    """The params in prefill's reply, to be handed to decode untouched; None if prefill offers no hand-off.
+
+    Raises ``ValueError`` if the reply is no JSON object.
+    """
+    try:
+        params = _decode_body(reply).get(TRANSFER_PARAMS)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if params is None:
+        return None
+    try:
+        # A null, an empty object or anything that is no object offers nothing.
+        return params if _decode_body(params) else None
+    except msgspec.DecodeError:
+        return None
+
+
+def decode_body(body: Body, params: msgspec.Raw | None) -> bytes:
+    """The request that decode answers: the client's own, with the params of its prefill if there are any."""
+    return msgspec.json.encode(body if params is None else {**body, TRANSFER_PARAMS: params})
+
+
+def release_body(params: msgspec.Raw) -> bytes:
+    """A request that makes a decode engine let go of ``params`` without computing anything.
+
+    It names a model that no engine serves. vLLM refuses it, and for every request that it refuses with such params it
+    tells its connector, which releases the KV on the prefill side. The refusal (404) is the acknowledgement.
+    """
+    return msgspec.json.encode(
+        {"model": "pdt-proxy/released", "prompt": "released", "max_tokens": 1, TRANSFER_PARAMS: params}
+    )
+
+
+def request_id_in(body: Body) -> str | None:
+    """The request id that a client put into its body, if it did."""
+    try:
+        return msgspec.json.decode(body["request_id"], type=str)
+    except (KeyError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def int_field(body: Body, name: str, default: int) -> int:
+    """An integer of the body as vLLM would read it; ``default`` if it is absent, null or no integer."""
+    try:
+        return msgspec.json.decode(body[name], type=int, strict=False)
+    except (KeyError, msgspec.DecodeError, UnicodeDecodeError):
+        return default
+
+
+_BYTES_PER_TOKEN = 4
+_OUTPUT_TOKENS_GUESS = 256
+
+
+def estimated_prompt_tokens(body: Body) -> int:
+    """About how many tokens the prompt has; good enough to compare loads, and costs no tokenizer."""
+    prompt = bytes(body.get("prompt") or body.get("messages") or b"")
+    if prompt[:1] == b"[" and b'"' not in prompt[:64]:
+        return prompt.count(b",") + 1
+    return len(prompt) // _BYTES_PER_TOKEN + 1
+
+
+def estimated_output_tokens(body: Body) -> int:
+    """About how many tokens decode will make: the client's limit, or a guess without one."""
+    limit = int_field(body, "max_tokens", _OUTPUT_TOKENS_GUESS)
+    return max(1, int_field(body, "max_completion_tokens", limit)) * max(1, int_field(body, "n", 1))

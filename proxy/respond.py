@@ -1,0 +1,116 @@
+"""Answering the client: relaying one reply, or merging the replies to a list of prompts."""
+
+import asyncio
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from proxy.engines import Reply
+from proxy.errors import END_MARK_EVENT, Answer, EngineFailedError, FailureKind, error_event
+from proxy.headers import REQUEST_ID
+from proxy.metrics import BROKEN_STREAM
+from proxy.prompts import EngineErrorEvent, EventSplitter, StreamMerger, merge_replies
+
+REQUEST_ID_KEY = web.RequestKey("request_id", str)
+"""Every request carries its id under this key."""
+OUTCOME_KEY = web.RequestKey("outcome", str)
+"""Set when the HTTP status does not say how a request ended."""
+
+_BLANK_LINES = (b"\n\n", b"\r\n\r\n")
+_LENGTH_AND_CODING = ("Content-Length", "Content-Encoding")
+
+
+def complete(request: web.Request, answer: Answer) -> web.Response:
+    """A response whose body is all here."""
+    headers = answer.headers.copy()
+    for name in _LENGTH_AND_CODING:
+        headers.popall(name, None)
+    headers[REQUEST_ID] = request[REQUEST_ID_KEY]
+    return web.Response(status=answer.status, headers=headers, body=answer.body)
+
+
+async def relay_reply(request: web.Request, reply: Reply) -> web.StreamResponse:
+    """Pass one reply on, byte by byte as it comes; closes it.
+
+    A stream of events that breaks off ends with an error event and the end mark. Any other body that breaks off ends
+    with a dropped connection, so that nobody takes the part for the whole.
+    """
+    try:
+        response = await _start(request, reply)
+        tail = b"\n\n"
+        try:
+            while chunk := await reply.next_chunk():
+                await response.write(chunk)
+                tail = chunk[-4:]
+        except EngineFailedError as failure:
+            request[OUTCOME_KEY] = BROKEN_STREAM
+            response.force_close()
+            if reply.is_event_stream:
+                blank_line = b"" if tail.endswith(_BLANK_LINES) else b"\n\n"
+                await response.write(blank_line + _end_of_stream(failure))
+            elif request.transport is not None:
+                request.transport.abort()
+        return response
+    finally:
+        reply.close()
+
+
+async def relay_merged(request: web.Request, replies: Sequence[Reply], per_prompt: int) -> web.StreamResponse:
+    """Merge the replies to the prompts of one request; closes them. Raises ``ProxyError`` before the first byte."""
+    try:
+        if all(reply.is_event_stream for reply in replies):
+            return await _merge_streams(request, replies, per_prompt)
+        try:
+            body = merge_replies([await reply.read() for reply in replies], per_prompt)
+        except EngineFailedError as failure:
+            raise failure.as_proxy_error() from failure
+        return complete(request, Answer(replies[0].status, replies[0].headers, body))
+    finally:
+        for reply in replies:
+            reply.close()
+
+
+async def _merge_streams(request: web.Request, replies: Sequence[Reply], per_prompt: int) -> web.StreamResponse:
+    response = await _start(request, replies[0])
+    merger = StreamMerger(len(replies), per_prompt)
+    # Only whole events are written, and one at a time, so that a failure can always be followed by an error event.
+    writing = asyncio.Lock()
+
+    async def pump(number: int, reply: Reply) -> None:
+        splitter = EventSplitter()
+        while chunk := await reply.next_chunk():
+            if merged := merger.merge(number, splitter.feed(chunk)):
+                async with writing:
+                    await response.write(merged)
+        if not merger.ended(number):
+            raise EngineFailedError(FailureKind.LOST, "An engine ended its stream without an end mark")
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for number, reply in enumerate(replies):
+                group.create_task(pump(number, reply))
+        end = merger.finish()
+    except ExceptionGroup as failures:
+        request[OUTCOME_KEY] = BROKEN_STREAM
+        response.force_close()
+        end = _end_of_stream(failures.exceptions[0])
+    await response.write(end)
+    return response
+
+
+def _end_of_stream(failure: Exception) -> bytes:
+    """The events that end a stream after a failure. Raises the failure if it is not an engine's."""
+    if isinstance(failure, EngineErrorEvent):
+        return failure.event + END_MARK_EVENT
+    if isinstance(failure, EngineFailedError):
+        error = failure.as_proxy_error()
+        return error_event(error.status, str(error)) + END_MARK_EVENT
+    raise failure
+
+
+async def _start(request: web.Request, reply: Reply) -> web.StreamResponse:
+    headers = reply.headers
+    headers[REQUEST_ID] = request[REQUEST_ID_KEY]
+    response = web.StreamResponse(status=reply.status, headers=headers)
+    await response.prepare(request)
+    return response

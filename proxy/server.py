@@ -1,0 +1,224 @@
+"""The HTTP face of the proxy: which request goes which way, and how every failure becomes an answer."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from proxy import headers, prompts, relay
+from proxy.config import ProxyConfig
+from proxy.engines import EngineClient, EngineRequest, ForwardedBody, Reply
+from proxy.errors import ProxyError
+from proxy.exchange import Exchange
+from proxy.metrics import CLIENT_GONE, Metrics, outcome_of
+from proxy.registry import Registry
+from proxy.respond import OUTCOME_KEY, REQUEST_ID_KEY, complete, relay_merged, relay_reply
+from proxy.routing import Role
+
+logger = logging.getLogger("proxy.server")
+
+COMPLETIONS_PATH = "/v1/completions"
+CHAT_PATH = "/v1/chat/completions"
+_OWN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+_READING_METHODS = frozenset({"GET", "HEAD"})
+_ENDPOINTS = {COMPLETIONS_PATH: "completions", CHAT_PATH: "chat"}
+
+READY_TIMEOUT_SECONDS = 2.0
+
+# Bodies of these types are never read as JSON by an engine, so they pass through without being looked at.
+_OPAQUE_TYPES = ("multipart/", "application/octet-stream", "application/x-www-form-urlencoded", "audio/", "image/")
+
+
+class Activity:
+    """The client requests being served, and whether new ones are still taken."""
+
+    def __init__(self) -> None:
+        self.draining = False
+        self._requests = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def requests(self) -> int:
+        """How many requests are being served."""
+        return self._requests
+
+    def begin(self) -> None:
+        """A request has come."""
+        self._requests += 1
+        self._idle.clear()
+
+    def end(self) -> None:
+        """A request is done."""
+        self._requests -= 1
+        if not self._requests:
+            self._idle.set()
+
+    async def wait_idle(self) -> None:
+        """Return once no request is being served."""
+        await self._idle.wait()
+
+
+class Server:
+    """The request handlers."""
+
+    def __init__(
+        self, config: ProxyConfig, client: EngineClient, registry: Registry, exchange: Exchange, metrics: Metrics
+    ) -> None:
+        self.activity = Activity()
+        self._config = config
+        self._client = client
+        self._registry = registry
+        self._exchange = exchange
+        self._metrics = metrics
+
+    def application(self) -> web.Application:
+        """The aiohttp application."""
+        app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[self._guard()])
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/ready", self._ready)
+        app.router.add_get("/metrics", self._show_metrics)
+        app.router.add_post(COMPLETIONS_PATH, self._generate)
+        app.router.add_post(CHAT_PATH, self._generate)
+        app.router.add_route("*", "/{path:.*}", self._forward)
+        return app
+
+    def _guard(self) -> Middleware:
+        @web.middleware
+        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+            request[REQUEST_ID_KEY] = headers.request_id_for(request.headers.get(headers.REQUEST_ID), None)
+            if request.path in _OWN_PATHS and request.method in _READING_METHODS:
+                return await handler(request)
+            self.activity.begin()
+            self._metrics.in_flight.inc()
+            outcome = CLIENT_GONE
+            try:
+                response = await self._answered(request, self._refuse if self.activity.draining else handler)
+                outcome = request.get(OUTCOME_KEY) or outcome_of(response.status)
+            finally:
+                endpoint = _ENDPOINTS.get(request.path, "other")
+                self._metrics.requests.labels(endpoint, outcome).inc()
+                self._metrics.in_flight.dec()
+                self.activity.end()
+            return response
+
+        return guard
+
+    async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """The handler's response, or the response to the failure in it."""
+        try:
+            return await handler(request)
+        except ProxyError as error:
+            return self._failed(request, error)
+        except web.HTTPException as error:
+            return self._failed(request, ProxyError(error.status, error.reason))
+        except ConnectionError:
+            # The client is gone: nobody reads this response.
+            request[OUTCOME_KEY] = CLIENT_GONE
+            return web.Response()
+        except Exception:
+            logger.exception("request %s: a bug in the proxy", request[REQUEST_ID_KEY])
+            return self._failed(request, ProxyError(500, "The proxy failed to handle this request"))
+
+    def _failed(self, request: web.Request, error: ProxyError) -> web.Response:
+        response = complete(request, error.answer())
+        if self.activity.draining:
+            response.force_close()
+        return response
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        """Completions and chat: prefill on one engine, decode on another, once for every prompt."""
+        body = relay.strip_transfer_params(relay.parse_body(await self._read_body(request)))
+        request_id = headers.request_id_for(request.headers.get(headers.REQUEST_ID), relay.request_id_in(body))
+        request[REQUEST_ID_KEY] = request_id
+        bodies = [body]
+        if request.path == COMPLETIONS_PATH:
+            bodies = prompts.split_prompts(body, self._config.max_prompts)
+        engine_headers = headers.without_compression(headers.request_headers(request.headers, request_id))
+        requests = [EngineRequest(request.path, engine_headers, body) for body in bodies]
+        if len(requests) == 1:
+            return await relay_reply(request, await self._exchange.open(requests[0]))
+        replies = await self._open_all(requests)
+        return await relay_merged(request, replies, prompts.choices_per_prompt(body))
+
+    async def _open_all(self, requests: Sequence[EngineRequest]) -> list[Reply]:
+        """Open all requests at once; if one fails, none stays open. Raises the ``ProxyError`` of the first failure.
+
+        A single engine refuses a list of prompts as a whole, before its first byte; so does this.
+        """
+        tasks = [asyncio.create_task(self._exchange.open(request)) for request in requests]
+        try:
+            await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(outcome, Reply):
+                    outcome.close()
+            raise
+        return [task.result() for task in tasks]
+
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
+        """Anything else: to one decode engine, as it is."""
+        # The target as it was sent; one with a host in it is meant for proxies of another kind.
+        target = request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs
+        reply = await self._exchange.forward(
+            request.method,
+            target,
+            headers.request_headers(request.headers, request[REQUEST_ID_KEY]),
+            await self._forwarded_body(request),
+        )
+        return await relay_reply(request, reply)
+
+    async def _forwarded_body(self, request: web.Request) -> ForwardedBody:
+        """The body to forward: unread if no engine takes it for JSON, otherwise checked to carry no transfer params."""
+        if not request.can_read_body:
+            return None
+        if request.content_type.startswith(_OPAQUE_TYPES) and "Content-Type" in request.headers:
+            return request.content
+        data = await self._read_body(request)
+        body = relay.parse_body(data)
+        stripped = relay.strip_transfer_params(body)
+        return data if stripped is body else msgspec.json.encode(stripped)
+
+    async def _read_body(self, request: web.Request) -> bytes:
+        """The client's body. Raises ``ProxyError`` if it is too large, cannot be read, or does not come."""
+        try:
+            async with asyncio.timeout(self._config.timeouts.idle_seconds):
+                return await request.read()
+        except web.HTTPRequestEntityTooLarge as error:
+            limit = self._config.max_body_bytes
+            raise ProxyError(413, f"The request body is larger than {limit} bytes") from error
+        except web.RequestPayloadError as error:
+            raise ProxyError(400, f"The request body cannot be read: {error}") from error
+        except TimeoutError as error:
+            raise ProxyError(408, "The request body did not arrive in time") from error
+
+    async def _refuse(self, _request: web.Request) -> web.StreamResponse:
+        raise ProxyError(503, "The proxy is shutting down")
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        """Whether this process is alive; says nothing about engines."""
+        return _json(200, {"status": "ok"})
+
+    async def _ready(self, _request: web.Request) -> web.Response:
+        """Whether requests can be served: not draining, and a healthy engine in each role."""
+        loads = [(role, engine.url) for role in Role for engine in self._registry.engines(role)]
+        healthy = await asyncio.gather(*(self._client.is_healthy(url, READY_TIMEOUT_SECONDS) for _, url in loads))
+        counts = {
+            str(role): sum(up for (its_role, _), up in zip(loads, healthy, strict=True) if its_role is role)
+            for role in Role
+        }
+        ready = all(counts.values()) and not self.activity.draining
+        status = {"ready": ready, "draining": self.activity.draining, "healthy_engines": counts}
+        return _json(200 if ready else 503, status)
+
+    async def _show_metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4"})
+
+
+def _json(status: int, value: object) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")

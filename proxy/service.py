@@ -1,0 +1,114 @@
+"""A running proxy: everything put together, started, and stopped without losing requests."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import aiohttp
+from aiohttp import web
+
+from proxy.config import ProxyConfig, Timeouts
+from proxy.engines import KEEP_ALIVE_SECONDS, EngineClient
+from proxy.exchange import Exchange, Releases
+from proxy.metrics import Metrics
+from proxy.registry import Registry
+from proxy.routing import POLICIES
+from proxy.server import Activity, Server
+
+logger = logging.getLogger("proxy.service")
+
+_CANCEL_SECONDS = 0.1
+"""How long open requests get before they are cut off, when nobody waits for them any more."""
+
+_CUT_OFF_SECONDS = 2.0
+"""How long a request that was cut off may take to hang up on its engines."""
+
+
+class RunningProxy:
+    """A proxy that accepts requests at ``address``."""
+
+    def __init__(self, site: web.TCPSite, address: str, activity: Activity) -> None:
+        self.address = address
+        self._site = site
+        self._activity = activity
+
+    async def drain(self, timeout_seconds: float) -> bool:
+        """Take no new requests and wait for the open ones; whether all of them ended in time."""
+        self._activity.draining = True
+        await self._site.stop()
+        logger.info("draining: %d requests are open", self._activity.requests)
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._activity.wait_idle()
+        except TimeoutError:
+            return False
+        return True
+
+
+@asynccontextmanager
+async def running(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
+    """A proxy for as long as the context lasts. Raises ``OSError`` if it cannot listen where it is told to.
+
+    Requests that are open when the context ends are cut off; ``RunningProxy.drain`` first.
+    """
+    registry = Registry(config.prefill_urls, config.decode_urls, POLICIES[config.policy])
+    metrics = Metrics()
+    metrics.watch(registry)
+    async with _session(config.timeouts) as session:
+        client = EngineClient(session, config.timeouts)
+        releases = Releases(client, registry, metrics)
+        server = Server(config, client, registry, Exchange(client, registry, metrics, releases), metrics)
+        # Without handler_cancellation aiohttp lets a handler run on when its client has left.
+        runner = web.AppRunner(
+            server.application(), handler_cancellation=True, access_log=None, shutdown_timeout=_CANCEL_SECONDS
+        )
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, config.host, config.port)
+            await site.start()
+            yield RunningProxy(site, _address(runner), server.activity)
+        finally:
+            await runner.cleanup()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CUT_OFF_SECONDS):
+                    await server.activity.wait_idle()
+            await releases.finish()
+
+
+async def serve(config: ProxyConfig, announce: Callable[[str], None]) -> None:
+    """Run a proxy until SIGTERM or SIGINT, then drain it; a second signal ends the wait.
+
+    ``announce`` gets the address as soon as requests are accepted. Raises like ``running``.
+    """
+    signals: asyncio.Queue[int] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    async with running(config) as proxy:
+        announce(proxy.address)
+        await signals.get()
+        drained = asyncio.create_task(proxy.drain(config.timeouts.drain_seconds))
+        impatient = asyncio.create_task(signals.get())
+        await asyncio.wait((drained, impatient), return_when=asyncio.FIRST_COMPLETED)
+        if not (drained.done() and drained.result()):
+            logger.warning("stopping although requests are open")
+        for task in (drained, impatient):
+            task.cancel()
+
+
+def _session(timeouts: Timeouts) -> aiohttp.ClientSession:
+    """One pool for all engines. It adds nothing to requests and changes nothing in answers."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
+        timeout=aiohttp.ClientTimeout(total=None, connect=timeouts.connect_seconds),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+    )
+
+
+def _address(runner: web.AppRunner) -> str:
+    host, port = runner.addresses[0][:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

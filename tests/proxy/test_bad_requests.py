@@ -1,0 +1,107 @@
+"""Requests that are no requests, and the proxy's own mistakes: an answer with the right status and shape, always."""
+
+import asyncio
+import json
+
+import aiohttp
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from proxy.config import ProxyConfig, Timeouts
+from proxy.engines import EngineClient
+from proxy.metrics import Metrics
+from proxy.registry import Registry
+from proxy.routing import least_tokens
+from proxy.server import Server
+from tests.proxy.fake_engines import IMPATIENT, asynchronous, cluster, error_of, events
+
+PATH = "/v1/completions"
+STREAM = {"prompt": "hello", "stream": True}
+
+
+@asynchronous
+@pytest.mark.parametrize(
+    "body", [b"", b"nonsense", b"[1]", b'"text"', b'{"a":NaN}', b'{"prompt":"p"', b"\xff", b'{"a":' * 5000]
+)
+async def test_bodies_that_are_no_json_object_are_refused(body):
+    async with cluster() as c:
+        async with c.client.post(c.url + PATH, data=body, headers={"Content-Type": "application/json"}) as response:
+            assert response.status == 400
+            assert (await error_of(response))["type"] == "BadRequestError"
+        assert c.prefills[0].seen == []
+
+
+async def raw_exchange(url, request, *, until_closed=True):
+    """Send bytes over a plain connection; what comes back until it closes, or until a blank line."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(request)
+    try:
+        return await asyncio.wait_for(reader.read() if until_closed else reader.readuntil(b"\r\n\r\n"), 2)
+    finally:
+        writer.close()
+
+
+@asynchronous
+async def test_a_body_that_never_ends_is_given_up():
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    async with cluster(timeouts=IMPATIENT) as c:
+        answer = await raw_exchange(c.url, head + b'5\r\n{"a":\r\n', until_closed=False)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert c.prefills[0].seen == []
+
+
+@asynchronous
+async def test_a_body_in_a_broken_coding_is_a_bad_request():
+    async with cluster() as c:
+        headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+        async with c.client.post(c.url + PATH, data=b"no gzip", headers=headers) as response:
+            assert response.status == 400
+            await error_of(response)
+
+
+@asynchronous
+@pytest.mark.parametrize("line", [b"OPTIONS *", b"CONNECT evil:99"])
+async def test_a_target_that_is_no_path_is_not_found(line):
+    async with cluster() as c:
+        answer = await raw_exchange(c.url, line + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 404 ")
+        assert b'"type":"NotFoundError"' in answer
+        assert c.decodes[0].seen == []
+
+
+@asynchronous
+@pytest.mark.parametrize("target", [b"/v1/x?a=%2F", b"http://evil:99/v1/x?a=%2F"])
+async def test_a_host_in_the_target_changes_nothing(target):
+    async with cluster() as c:
+        answer = await raw_exchange(c.url, b"GET " + target + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert c.decodes[0].seen[0].path == "/v1/x?a=%2F"
+
+
+@asynchronous
+async def test_an_http_1_0_client_gets_the_stream_and_the_end_of_the_connection():
+    body = json.dumps(STREAM).encode()
+    head = f"POST {PATH} HTTP/1.0\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    async with cluster() as c:
+        answer = await raw_exchange(c.url, head + body)
+        assert answer.partition(b"\r\n\r\n")[2] == b"".join(events(PATH, STREAM)) + b"data: [DONE]\n\n"
+
+
+class BuggyExchange:
+    async def open(self, _request):
+        raise ZeroDivisionError
+
+
+@asynchronous
+async def test_a_bug_of_ours_still_has_the_shape_of_an_error(caplog):
+    registry = Registry(["http://p:1"], ["http://d:1"], least_tokens)
+    async with aiohttp.ClientSession() as session:
+        engines = EngineClient(session, Timeouts())
+        config = ProxyConfig(("http://p:1",), ("http://d:1",))
+        server = Server(config, engines, registry, BuggyExchange(), Metrics())
+        async with TestClient(TestServer(server.application())) as client:
+            response = await client.post(PATH, json=STREAM)
+            assert response.status == 500
+            assert (await error_of(response))["type"] == "InternalServerError"
+    assert "a bug in the proxy" in caplog.text

@@ -1,0 +1,152 @@
+"""Clients that leave: both legs end, and nothing stays behind on prefill."""
+
+import asyncio
+import random
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from proxy.config import ProxyConfig, Timeouts
+from proxy.engines import EngineClient
+from proxy.exchange import Exchange, Releases
+from proxy.metrics import Metrics
+from proxy.registry import Registry
+from proxy.routing import least_tokens
+from proxy.server import Server
+from tests.proxy.fake_engines import Drop, FakeEngine, Ledger, asynchronous, cluster, until
+
+BODY = {"model": "m", "prompt": "hello", "max_tokens": 5}
+STREAM = BODY | {"stream": True}
+
+
+async def leave_after(c, body, condition):
+    """Send a request and hang up as soon as the condition holds."""
+    task = asyncio.create_task(read(c, body))
+    await until(condition)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def read(c, body):
+    async with c.post(body=body) as response:
+        await response.read()
+
+
+@asynchronous
+@pytest.mark.parametrize("body", [BODY, STREAM, BODY | {"prompt": ["a", "b"]}], ids=["plain", "stream", "list"])
+async def test_a_client_that_leaves_during_prefill_aborts_prefill(body):
+    async with cluster() as c:
+        prefill = c.prefills[0]
+        prefill.always = Drop.HANG_BEFORE_HEAD
+        await leave_after(c, body, lambda: prefill.generations)
+        await until(lambda: all(seen.aborted for seen in prefill.generations))
+        assert c.decodes[0].seen == []
+        assert await c.metric('pd_proxy_requests_total{endpoint="completions",outcome="client_gone"}') == 1
+
+
+@asynchronous
+@pytest.mark.parametrize("body", [BODY, STREAM, BODY | {"prompt": ["a", "b"]}], ids=["plain", "stream", "list"])
+async def test_a_client_that_leaves_before_decode_answers_aborts_decode_and_releases(body):
+    async with cluster() as c:
+        decode = c.decodes[0]
+        decode.always = Drop.HANG_BEFORE_HEAD
+        count = len(body["prompt"]) if isinstance(body["prompt"], list) else 1
+        await leave_after(c, body, lambda: len(decode.generations) == count)
+        await until(lambda: all(seen.aborted for seen in decode.generations))
+        await until(lambda: c.ledger.count("released") == count)
+        assert await c.metric('pd_proxy_releases_total{result="released"}') == count
+
+
+@asynchronous
+@pytest.mark.parametrize("prompt", ["one", ["a", "b"]], ids=["one", "list"])
+async def test_a_client_that_leaves_during_a_stream_aborts_decode(prompt):
+    async with cluster() as c:
+        decode = c.decodes[0]
+        decode.more.clear()
+        async with c.post(body=STREAM | {"prompt": prompt}) as response:
+            await response.content.readuntil(b"\n\n")
+            response.close()
+        await until(lambda: all(seen.aborted for seen in decode.generations))
+        decode.more.set()
+        url = decode.url
+        await until(lambda: decode.generations)
+        assert await c.metric(f'pd_proxy_engine_requests{{engine="{url}",role="decode"}}') == 0
+
+
+@asynchronous
+async def test_clients_that_leave_at_any_time_strand_nothing():
+    random_source = random.Random(7)
+    async with cluster(2, 2) as c:
+
+        async def one(number):
+            body = random_source.choice([BODY, STREAM, STREAM | {"prompt": ["a", "b"]}])
+            task = asyncio.create_task(read(c, body))
+            await asyncio.sleep(random_source.random() * 0.02)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        for _ in range(10):
+            await asyncio.gather(*(one(number) for number in range(10)))
+        await settled(c)
+        await until(lambda: not c.ledger.open_grants())
+        assert c.ledger.count("released") > 0
+
+
+@asynchronous
+async def test_a_client_that_leaves_another_path_is_forgotten():
+    async with cluster() as c:
+        c.decodes[0].always = Drop.HANG_BEFORE_HEAD
+        with pytest.raises(TimeoutError):
+            await c.client.post(c.url + "/v1/embeddings", json={}, timeout=aiohttp.ClientTimeout(total=0.1))
+        await settled(c)
+        assert await c.metric('pd_proxy_requests_total{endpoint="other",outcome="client_gone"}') == 1
+        assert await c.metric(f'pd_proxy_engine_requests{{engine="{c.decodes[0].url}",role="decode"}}') == 0
+
+
+async def settled(c):
+    """Until the proxy serves nothing any more."""
+    async with asyncio.timeout(3):
+        while await c.metric("pd_proxy_in_flight_requests"):  # noqa: ASYNC110 - only the metrics know
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def server_that_does_not_cancel():
+    """A proxy that learns only from a failing write that its client has left."""
+    ledger = Ledger()
+    prefill, decode = FakeEngine(ledger), FakeEngine(ledger)
+    await prefill.start()
+    await decode.start()
+    registry, metrics = Registry([prefill.url], [decode.url], least_tokens), Metrics()
+    async with aiohttp.ClientSession() as session:
+        client = EngineClient(session, Timeouts())
+        exchange = Exchange(client, registry, metrics, Releases(client, registry, metrics))
+        config = ProxyConfig((prefill.url,), (decode.url,))
+        server = Server(config, client, registry, exchange, metrics)
+        runner = web.AppRunner(server.application(), access_log=None, shutdown_timeout=0.01)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}", decode, server.activity, metrics
+        finally:
+            await runner.cleanup()
+            await asyncio.gather(prefill.stop(), decode.stop())
+
+
+@asynchronous
+@pytest.mark.parametrize("prompt", ["one", ["a", "b"]], ids=["one", "list"])
+async def test_a_write_that_fails_means_that_the_client_has_left(prompt, caplog):
+    async with server_that_does_not_cancel() as (url, decode, activity, metrics), aiohttp.ClientSession() as client:
+        decode.more.clear()
+        async with client.post(url + "/v1/completions", json=STREAM | {"prompt": prompt}) as response:
+            await response.content.readuntil(b"\n\n")
+            response.close()
+        await asyncio.sleep(0.05)
+        decode.flood = True
+        decode.more.set()
+        await until(lambda: not activity.requests)
+        outcome = 'pd_proxy_requests_total{endpoint="completions",outcome="client_gone"} 1.0'
+        assert outcome in metrics.render().decode()
+        assert "a bug in the proxy" not in caplog.text

@@ -1,0 +1,282 @@
+"""What every field of a client's body becomes on the two legs."""
+
+import json
+
+import msgspec
+import pytest
+
+from proxy import relay
+from proxy.errors import ProxyError
+from proxy.relay import FIELD_RULES, Treatment
+
+SIX_KEYS = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+ALWAYS = {"max_tokens": 1, "stream": False, "kv_transfer_params": SIX_KEYS}
+
+
+def body_of(value):
+    return relay.parse_body(json.dumps(value).encode())
+
+
+def prefill_leg(value):
+    return json.loads(relay.prefill_body(body_of(value)))
+
+
+# One row for each field with a rule: a value that a client may send, and what prefill then gets (None: nothing).
+PREFILL_ROWS = {
+    "max_tokens": (100, 1),
+    "max_completion_tokens": (100, 1),
+    "stream": (True, False),
+    "stream_options": ({"include_usage": True}, None),
+    "stream_interval": (5, None),
+    "min_tokens": (10, None),
+    "min_completion_tokens": (10, None),
+    "n": (4, 1),
+    "best_of": (4, None),
+    "logprobs": (5, None),
+    "top_logprobs": (5, None),
+    "logprob_token_ids": ([1], None),
+    "return_token_ids": (True, None),
+    "return_prompt_text": (True, None),
+}
+
+
+def test_the_rows_cover_every_rule_about_the_prefill_leg():
+    shaped = {
+        name for name, rule in FIELD_RULES.items() if rule.treatment in {Treatment.SET, Treatment.CAP, Treatment.DROP}
+    }
+    assert set(PREFILL_ROWS) == shaped
+    assert all(rule.reason for rule in FIELD_RULES.values())
+
+
+@pytest.mark.parametrize("name", PREFILL_ROWS)
+def test_a_field_with_a_rule_on_the_prefill_leg(name):
+    sent, expected = PREFILL_ROWS[name]
+    leg = prefill_leg({"prompt": "p", name: sent})
+    wanted = {"prompt": "p", **ALWAYS}
+    if expected is not None:
+        wanted[name] = expected
+    assert leg == wanted
+
+
+@pytest.mark.parametrize("name", PREFILL_ROWS)
+def test_a_field_with_a_rule_reaches_decode_as_it_was_sent(name):
+    sent, _ = PREFILL_ROWS[name]
+    body = body_of({"prompt": "p", name: sent})
+    assert json.loads(relay.decode_body(body, None)) == {"prompt": "p", name: sent}
+
+
+def test_capped_fields_are_not_invented():
+    assert prefill_leg({"prompt": "p"}) == {"prompt": "p", **ALWAYS}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model",
+        "messages",
+        "tools",
+        "tool_choice",
+        "response_format",
+        "structured_outputs",
+        "chat_template_kwargs",
+        "add_generation_prompt",
+        "cache_salt",
+        "mm_processor_kwargs",
+        "stop",
+        "seed",
+        "temperature",
+        "logit_bias",
+        "allowed_token_ids",
+        "truncate_prompt_tokens",
+        "priority",
+        "never_heard_of",
+    ],
+)
+def test_what_shapes_the_prompt_or_has_no_rule_is_the_same_on_both_legs(name):
+    sent = {"a": [1, {"b": None}]}
+    assert prefill_leg({name: sent}) == {name: sent, **ALWAYS}
+    assert json.loads(relay.decode_body(body_of({name: sent}), None)) == {name: sent}
+
+
+def test_nested_bytes_are_not_touched():
+    nested = b'{"z": 1.50, "a":[ 1e2,"\\u00e9"],\n"z2":12345678901234567890}'
+    body = relay.parse_body(b'{"tools": ' + nested + b"}")
+    assert nested in relay.prefill_body(body)
+    assert nested in relay.decode_body(body, None)
+
+
+def test_params_go_to_decode_as_prefill_wrote_them():
+    params = b'{"grant":"x", "unknown": [1.50,  null]}'
+    reply = b'{"id":"1","choices":[],"kv_transfer_params":' + params + b"}"
+    handed = relay.handoff_params(reply)
+    assert bytes(handed) == params
+    decode = relay.decode_body(body_of({"prompt": "p"}), handed)
+    assert decode == b'{"prompt":"p","kv_transfer_params":' + params + b"}"
+
+
+@pytest.mark.parametrize("offered", [b"null", b"{}", b"[]", b"7", b'"text"', b"true"])
+def test_a_reply_may_offer_no_handoff(offered):
+    assert relay.handoff_params(b'{"kv_transfer_params":' + offered + b"}") is None
+
+
+def test_a_reply_without_the_field_offers_no_handoff():
+    assert relay.handoff_params(b'{"id":"1"}') is None
+
+
+@pytest.mark.parametrize("reply", [b"", b"[]", b"nonsense", b'{"a":' * 100_000 + b"1" + b"}" * 100_000])
+def test_a_reply_that_is_no_object_is_an_error(reply):
+    with pytest.raises(ValueError, match=r".+"):
+        relay.handoff_params(reply)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"1", b'{"a":}', b'{"a":NaN}', b'{"a":1}x', b"\xef\xbb\xbf{}", b'{"\xff":1}']
+)
+def test_what_is_no_json_object_is_refused(data):
+    with pytest.raises(ProxyError) as refusal:
+        relay.parse_body(data)
+    assert refusal.value.status == 400
+
+
+def test_nesting_without_end_is_refused():
+    with pytest.raises(ProxyError) as refusal:
+        relay.parse_body(b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}")
+    assert refusal.value.status == 400
+
+
+def test_of_repeated_keys_the_last_counts_and_all_are_stripped():
+    body = relay.parse_body(b'{"n":1,"kv_transfer_params":{"a":1},"n":2,"kv_transfer_params":{"b":2}}')
+    assert json.loads(relay.decode_body(relay.strip_transfer_params(body), None)) == {"n": 2}
+
+
+@pytest.mark.parametrize(
+    ("sent", "left"),
+    [
+        ({"a": 1, "kv_transfer_params": {"x": 1}}, {"a": 1}),
+        ({"a": 1, "kv_transfer_params": None}, {"a": 1}),
+        ({"ec_transfer_params": {}}, {}),
+        ({"vllm_xargs": {"kv_transfer_params": "x", "b": 1}}, {"vllm_xargs": {"b": 1}}),
+        ({"vllm_xargs": {"ec_transfer_params": "x"}}, {"vllm_xargs": {}}),
+        (
+            {"sampling_params": {"n": 1, "extra_args": {"kv_transfer_params": {}}}},
+            {"sampling_params": {"n": 1, "extra_args": {}}},
+        ),
+        ({"kv_transfer_params": 1, "vllm_xargs": {"kv_transfer_params": 1}}, {"vllm_xargs": {}}),
+    ],
+)
+def test_transfer_params_are_stripped_wherever_they_are(sent, left):
+    stripped = relay.strip_transfer_params(body_of(sent))
+    assert json.loads(relay.decode_body(stripped, None)) == left
+
+
+def test_an_escaped_name_does_not_hide_transfer_params():
+    body = relay.parse_body(b'{"kv\\u005ftransfer_params":{"x":1}}')
+    assert relay.strip_transfer_params(body) == {}
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        {"a": 1},
+        {"vllm_xargs": {"b": 1}},
+        {"vllm_xargs": None},
+        {"vllm_xargs": [1]},
+        {"sampling_params": {"n": 1}},
+        {"sampling_params": {"extra_args": "text"}},
+        {"messages": [{"kv_transfer_params": "words of a user"}]},
+    ],
+)
+def test_a_body_without_transfer_params_stays_the_same_object(sent):
+    body = body_of(sent)
+    assert relay.strip_transfer_params(body) is body
+
+
+@pytest.mark.parametrize(
+    ("sent", "whole"),
+    [
+        ({}, False),
+        ({"echo": True}, True),
+        ({"echo": False}, False),
+        ({"echo": None}, False),
+        ({"prompt_logprobs": 1}, True),
+        ({"prompt_logprobs": 0}, True),
+        ({"prompt_logprobs": -1}, True),
+        ({"prompt_logprobs": None}, False),
+        ({"prompt_embeds": "AAAA"}, True),
+        ({"prompt_embeds": None}, False),
+        ({"use_beam_search": True}, True),
+        ({"use_beam_search": False}, False),
+        ({"logprobs": 5, "n": 3}, False),
+    ],
+)
+def test_which_requests_one_engine_must_answer(sent, whole):
+    assert relay.needs_one_engine(body_of({"prompt": "p", **sent})) is whole
+
+
+def test_the_rules_about_whole_requests_are_all_tested_above():
+    whole = {name for name, rule in FIELD_RULES.items() if rule.treatment is Treatment.WHOLE}
+    assert whole == {"echo", "prompt_logprobs", "prompt_embeds", "use_beam_search"}
+
+
+def test_a_release_names_no_real_model_and_carries_the_params():
+    body = json.loads(relay.release_body(msgspec.Raw(b'{"grant":"x","do_remote_prefill":true}')))
+    assert body["kv_transfer_params"] == {"grant": "x", "do_remote_prefill": True}
+    assert body["model"] == "pdt-proxy/released"
+    # Should an engine serve that name after all, it does as little as possible.
+    assert body["max_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    ("sent", "found"), [({}, None), ({"request_id": "a"}, "a"), ({"request_id": None}, None), ({"request_id": 1}, None)]
+)
+def test_the_request_id_of_a_body(sent, found):
+    assert relay.request_id_in(body_of(sent)) == found
+
+
+@pytest.mark.parametrize(
+    ("value", "read"), [(3, 3), (3.0, 3), ("3", 3), (None, 9), ("x", 9), ([1], 9), (True, 9), (3.5, 9)]
+)
+def test_integers_are_read_as_vllm_reads_them(value, read):
+    assert relay.int_field(body_of({"n": value}), "n", 9) == read
+    assert relay.int_field({}, "n", 9) == 9
+
+
+def test_invalid_text_in_a_field_is_not_our_problem():
+    body = relay.parse_body(b'{"request_id":"\xff","n":"\xff"}')
+    assert relay.request_id_in(body) is None
+    assert relay.int_field(body, "n", 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("sent", "tokens"),
+    [
+        ({}, 1),
+        ({"prompt": "x" * 400}, 101),
+        ({"prompt": list(range(50))}, 50),
+        ({"messages": [{"role": "user", "content": "x" * 400}]}, 109),
+    ],
+)
+def test_prompt_tokens_are_estimated(sent, tokens):
+    assert relay.estimated_prompt_tokens(body_of(sent)) == pytest.approx(tokens, abs=3)
+
+
+@pytest.mark.parametrize(
+    ("sent", "tokens"),
+    [
+        ({}, 256),
+        ({"max_tokens": 10}, 10),
+        ({"max_tokens": 10, "max_completion_tokens": 20}, 20),
+        ({"max_tokens": 10, "n": 3}, 30),
+        ({"max_tokens": -5, "n": 0}, 1),
+        ({"max_tokens": None}, 256),
+    ],
+)
+def test_output_tokens_are_estimated(sent, tokens):
+    assert relay.estimated_output_tokens(body_of(sent)) == tokens
