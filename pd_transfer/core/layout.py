@@ -11,8 +11,12 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
+
+_MAX_DESCRIPTORS = 2**31 - 1
+"""A descriptor's index is an int32."""
 
 
 class MemoryKind(StrEnum):
@@ -128,32 +132,48 @@ def layout_mismatch(local: EngineLayout, remote: EngineLayout) -> str | None:
 
     Groups may be arranged differently on the two sides: only layers count. Numbers of blocks may differ.
     """
-    local_layers = {layer.name: layer for layer in local.layers()}
-    remote_layers = {layer.name: layer for layer in remote.layers()}
-    if missing := sorted(local_layers.keys() ^ remote_layers.keys()):
-        side = "locally" if missing[0] in remote_layers else "on the peer"
-        return f"layer {missing[0]} does not exist {side} (local {len(local_layers)} layers, peer {len(remote_layers)})"
-    for name, layer in local_layers.items():
-        other = remote_layers[name]
-        if (layer.fingerprint, layer.page_bytes) != (other.fingerprint, other.page_bytes):
-            return (
-                f"layer {name} has another layout: local {layer.fingerprint} ({layer.page_bytes} bytes a block), "
-                f"peer {other.fingerprint} ({other.page_bytes} bytes a block)"
-            )
+    local_pages, remote_pages = _pages(local), _pages(remote)
+    if missing := sorted(local_pages.keys() ^ remote_pages.keys()):
+        side = "locally" if missing[0] in remote_pages else "on the peer"
+        return f"layer {missing[0]} does not exist {side} (local {len(local_pages)} layers, peer {len(remote_pages)})"
+    for name, page in local_pages.items():
+        if page != remote_pages[name]:
+            return f"layer {name} has another layout: local {page}, peer {remote_pages[name]}"
     return None
+
+
+class _Page(NamedTuple):
+    """What must be equal for two blocks of a layer to be each other's copies."""
+
+    fingerprint: str
+    num_bytes: int
+    num_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.fingerprint} ({self.num_bytes} bytes for {self.num_tokens} tokens)"
+
+
+def _pages(layout: EngineLayout) -> dict[str, _Page]:
+    return {
+        layer.name: _Page(layer.fingerprint, layer.page_bytes, group.block_size_tokens)
+        for group in layout.groups
+        for layer in group.layers
+    }
 
 
 def invalid_layout(layout: EngineLayout) -> str | None:
     """Why a layout that came from a peer is not one: a layer outside its region, or a size that is not positive."""
-    if layout.num_blocks < 1 or layout.region_bytes < 1 or not layout.groups:
-        return "a layout needs at least one block, one byte and one group"
+    names = [layer.name for layer in layout.layers()]
+    if layout.num_blocks < 1 or layout.region_bytes < 1 or not names:
+        return "a layout needs at least one block, one byte and one layer"
+    if layout.num_blocks * len(names) > _MAX_DESCRIPTORS:
+        return "more blocks than an index can name"
     for group in layout.groups:
         if group.block_size_tokens < 1:
             return f"block size {group.block_size_tokens} is not positive"
         for layer in group.layers:
             if reason := _invalid_layer(layer, layout):
                 return reason
-    names = [layer.name for layer in layout.layers()]
     return "a layer is listed twice" if len(set(names)) != len(names) else None
 
 
