@@ -8,6 +8,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NewType
 
@@ -168,7 +169,7 @@ def parse_grant(text: str) -> SealedGrant | str:
     seal, payload = raw[1 : 1 + _SEAL_BYTES], raw[1 + _SEAL_BYTES :]
     try:
         return SealedGrant(payload, seal, msgspec.msgpack.decode(payload, type=Grant))
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return "the grant's content is malformed"
 
 
@@ -188,6 +189,7 @@ def prompt_digest(
     token_ids: Sequence[int], lora_name: str | None, cache_salt: str | None, multimodal: Sequence[MultimodalSpan]
 ) -> bytes:
     """32 bytes that name everything that KV depends on besides the model: equal digests, equal KV."""
-    digest = hashlib.sha256(np.asarray(token_ids, dtype=np.int64).tobytes())
-    digest.update(msgspec.msgpack.encode((len(token_ids), lora_name, cache_salt, tuple(multimodal))))
+    # JSON ends where it ends, so that no text can pass for token ids; and it takes text that is not valid Unicode.
+    digest = hashlib.sha256(json.dumps((lora_name, cache_salt, tuple(multimodal))).encode())
+    digest.update(np.asarray(token_ids, dtype=np.int64).tobytes())
     return digest.digest()
