@@ -156,7 +156,7 @@ class DecodeSide:
                 case ConnectPeer():
                     self._orders.connects.append(action)
                 case RetirePeer():
-                    self._orders.retires.append(action)
+                    self._retire(action)
                 case StartReceive():
                     self._orders.receives.append(action)
                 case AbortReceive():
@@ -165,6 +165,14 @@ class DecodeSide:
             if declined.outcome not in (Outcome.NOTHING_TO_READ, Outcome.WITHDRAWN):
                 self._log(declined.request_id, declined.outcome, declined.reason)
         self._admissions.declined.clear()
+
+    def _retire(self, action: RetirePeer) -> None:
+        unsent = [connect for connect in self._orders.connects if connect.key == action.key]
+        if unsent:
+            # No worker has heard of it. Connecting to an engine that is gone would only cost time.
+            self._orders.connects.remove(unsent[0])
+        else:
+            self._orders.retires.append(action)
 
     def _log(self, request_id: RequestId, outcome: Outcome, reason: str) -> None:
         advice = _ADVICE.get(outcome, "the prompt is computed here instead")

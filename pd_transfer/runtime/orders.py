@@ -23,13 +23,16 @@ class WorkerDescription:
 
 @dataclass(slots=True)
 class StepOrders:
-    """Orders of one step, to be carried out in the order of the fields."""
+    """Orders of one step, to be carried out in the order of the fields.
+
+    Retired peers go first, because the same engine may be connected under a new key in the same step.
+    """
 
     words: list[WordBatch] = field(default_factory=list)
+    retires: list[RetirePeer] = field(default_factory=list)
     connects: list[ConnectPeer] = field(default_factory=list)
     receives: list[StartReceive] = field(default_factory=list)
     aborts: list[AbortReceive] = field(default_factory=list)
-    retires: list[RetirePeer] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

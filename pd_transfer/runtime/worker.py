@@ -4,18 +4,16 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from pd_transfer.core.admissions import AbortReceive, StartReceive
-from pd_transfer.core.layout import DescriptorRow, EngineLayout, descriptor_rows
-from pd_transfer.core.lease_words import word_value
-from pd_transfer.core.messages import ServedRank
-from pd_transfer.core.outcomes import Level, Outcome, Quantity
+from pd_transfer.core.layout import DescriptorRow, EngineLayout
+from pd_transfer.core.outcomes import Level, Outcome
 from pd_transfer.core.params import PeerKey, RequestId, Transfer
 from pd_transfer.core.peers import ConnectPeer, RetirePeer
-from pd_transfer.core.plan import ReadPlan, Uncovered, num_merged, plan_read
+from pd_transfer.core.plan import ReadPlan, Uncovered
 from pd_transfer.core.receives import (
     AbortRequested,
     ReadCompleted,
@@ -33,6 +31,7 @@ from pd_transfer.core.receives import (
 )
 from pd_transfer.errors import TransportError
 from pd_transfer.runtime.orders import ReceiveResult, StepOrders, WorkerReport
+from pd_transfer.runtime.remote import RemotePeer
 from pd_transfer.transport.base import PullTransport
 
 logger = logging.getLogger("pd_transfer.worker")
@@ -41,6 +40,7 @@ POLL_SECONDS = 0.0001
 """Between polls while a read is young: below the cost of one engine step, above what would burn a core."""
 SLOW_POLL_SECONDS = 0.001
 FAST_POLL_COUNT = 50
+_INTERNAL_ERROR = "an internal error, see the log above"
 
 
 class Fence(Protocol):
@@ -56,15 +56,6 @@ class NoFence:
     def has_passed(self) -> bool:
         """Always."""
         return True
-
-
-@dataclass(frozen=True, slots=True)
-class RemotePeer:
-    """What this rank needs to know of a peer to read from it."""
-
-    layout: EngineLayout
-    served: ServedRank
-    rows: list[DescriptorRow]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +104,22 @@ class PullLoop:
         self._leaving: set[PeerKey] = set()
         self.report = WorkerReport()
 
+    def turn(self, orders: Iterable[Order], now: float) -> None:
+        """Carry out orders, then poll. Never raises: a request that is never reported hangs for ever."""
+        for order in orders:
+            try:
+                self.carry_out(order, now)
+            except Exception:
+                logger.exception("internal error in %r: every receive fails and the agent is rebuilt", order)
+                self.fail_everything(now)
+                if isinstance(order, StartReceive):
+                    self.refuse(order, _INTERNAL_ERROR)
+        try:
+            self.poll(now)
+        except Exception:
+            logger.exception("internal error in a poll: every receive fails and the agent is rebuilt")
+            self.fail_everything(now)
+
     def carry_out(self, order: Order, now: float) -> None:
         """Begin what an order asks for. Trouble with a peer ends in the report, never in an exception."""
         match order:
@@ -124,13 +131,12 @@ class PullLoop:
                 self._act(self._book.handle(AbortRequested(order.request_id), now), now)
             case RetirePeer():
                 self._leaving.add(order.key)
+                self._forget_leaving()
 
     def _connect(self, order: ConnectPeer, now: float) -> None:
-        layout, served = order.welcome.engine.layout, order.welcome.ranks[self._rank]
-        rows = descriptor_rows(layout, served.memory.region.address)
-        self._peers[order.key] = RemotePeer(layout, served, rows)
+        peer = self._peers[order.key] = RemotePeer.from_welcome(order.welcome, self._rank)
         try:
-            self._transport.add_peer(order.key, served.memory, rows)
+            self._transport.add_peer(order.key, peer.served.memory, peer.rows)
             # The first read sets the connection up; without it the first request would pay for that.
             transfer = self._transport.submit_word_read(order.key, 0)
             self._warm_ups[transfer] = WarmUp(order.key, now + self._policy.read_seconds)
@@ -139,13 +145,10 @@ class PullLoop:
 
     def _plan(self, order: StartReceive) -> ReceiveRequest:
         peer = self._peers.get(order.peer)
-        grant = order.grant
-        plan: ReadPlan | Uncovered = Uncovered(f"{order.peer} is not connected")
-        expected = 0
         if peer is not None:
-            plan = plan_read(self._layout, peer.layout, order.needed, grant.groups)
-            expected = word_value(peer.served.boot_word, grant.generation)
-        return ReceiveRequest(order.request_id, order.peer, plan, grant.slot, expected, order.num_tokens)
+            return peer.request(order, self._layout)
+        plan = Uncovered(f"{order.peer} is not connected")
+        return ReceiveRequest(order.request_id, order.peer, plan, order.grant.slot, 0, order.num_tokens)
 
     def poll(self, now: float) -> None:
         """Look at every outstanding transfer and at the deadlines once."""
@@ -153,8 +156,12 @@ class PullLoop:
             if self._outstanding.get(request_id) is outstanding:
                 self._poll_receive(request_id, outstanding, now)
         for transfer, warm_up in list(self._warm_ups.items()):
-            self._poll_warm_up(transfer, warm_up, now)
+            if transfer in self._warm_ups:
+                self._poll_warm_up(transfer, warm_up, now)
         self._act(self._book.pass_time(now), now)
+        self._forget_leaving()
+
+    def _forget_leaving(self) -> None:
         for key in [key for key in self._leaving if not self._is_used(key)]:
             self._leaving.discard(key)
             self._peers.pop(key, None)
@@ -233,15 +240,7 @@ class PullLoop:
         request, plan = action.request, action.request.plan
         result = ReceiveResult(request.request_id, action.outcome, action.reason)
         if action.outcome is Outcome.RECEIVE_VERIFIED and isinstance(plan, ReadPlan):
-            quantities = Counter(
-                {
-                    Quantity.TOKENS_VERIFIED: request.num_tokens,
-                    Quantity.BYTES_VERIFIED: plan.num_bytes,
-                    Quantity.DESCRIPTORS: len(plan.local),
-                    Quantity.DESCRIPTORS_MERGED: num_merged(plan, self._local_rows, self._peers[request.peer].rows),
-                    Quantity.READ_MICROSECONDS: int(action.seconds * 1e6),
-                }
-            )
+            quantities = self._peers[request.peer].quantities(request, plan, action.seconds, self._local_rows)
             result = ReceiveResult(request.request_id, action.outcome, "", plan.num_blocks_by_group, quantities)
         elif action.outcome in (Outcome.RECEIVE_FAILED, Outcome.RECEIVE_TIMED_OUT):
             self._blame(request.peer, action.reason)
@@ -249,7 +248,14 @@ class PullLoop:
 
     def _rebuild(self, reason: str, now: float) -> None:
         logger.error("the pull agent is destroyed and rebuilt, and all peers are greeted anew: %s", reason)
-        self._transport.rebuild()
+        try:
+            self._transport.rebuild()
+        except Exception:
+            # Without an agent every later read fails at once. What matters now is that no earlier one can write.
+            logger.exception("there can be no new pull agent: from now on every prompt is computed here")
+            self._transport.close()
+        for transfer in (*(outstanding.transfer for outstanding in self._outstanding.values()), *self._warm_ups):
+            self._transport.release(transfer)
         self._outstanding.clear()
         self._warm_ups.clear()
         self.report.outcomes[Outcome.AGENT_REBUILT] += 1
@@ -266,7 +272,12 @@ class PullLoop:
     def fail_everything(self, now: float) -> None:
         """An exception that should not exist was contained: end every transfer and fail every receive."""
         self.report.outcomes[Outcome.INTERNAL_ERROR] += 1
-        self._rebuild("an internal error, see the log above", now)
+        self._rebuild(_INTERNAL_ERROR, now)
+
+    def refuse(self, order: StartReceive, reason: str) -> None:
+        """Report a receive that cannot begin, unless it has been reported."""
+        if all(result.request_id != order.request_id for result in self.report.results):
+            self.report.results.append(ReceiveResult(order.request_id, Outcome.RECEIVE_FAILED, reason))
 
     @property
     def num_outstanding(self) -> int:
@@ -305,7 +316,7 @@ class PullThread:
 
     def post(self, orders: StepOrders, fence: Fence) -> None:
         """Hand over one step's orders, to be begun once the fence has passed."""
-        batch: list[Order] = [*orders.connects, *orders.receives, *orders.aborts, *orders.retires]
+        batch: list[Order] = [*orders.retires, *orders.connects, *orders.receives, *orders.aborts]
         if batch:
             with self._changed:
                 self._inbox.append((fence, batch))
@@ -344,7 +355,18 @@ class PullThread:
             self._turn(batch)
 
     def _is_ready(self) -> bool:
-        return bool(self._inbox) and self._inbox[0][0].has_passed()
+        if not self._inbox:
+            return False
+        fence, batch = self._inbox[0]
+        try:
+            return fence.has_passed()
+        except Exception:
+            logger.exception("a fence raised: the reads that were ordered behind it fail")
+        for order in batch:
+            if isinstance(order, StartReceive):
+                self._loop.refuse(order, _INTERNAL_ERROR)
+        self._inbox[0] = (NoFence(), [order for order in batch if not isinstance(order, StartReceive)])
+        return True
 
     def _is_polling(self) -> bool:
         return bool(self._inbox) or self._loop.num_outstanding > 0
@@ -357,15 +379,7 @@ class PullThread:
         return None if deadline is None else max(0.0, deadline - self._clock())
 
     def _turn(self, batch: list[Order]) -> None:
-        now = self._clock()
-        try:
-            for order in batch:
-                self._loop.carry_out(order, now)
-            self._loop.poll(now)
-        except Exception:
-            # Nothing may end this thread: a request that is never reported hangs for ever. This is a bug of ours.
-            logger.exception("internal error in the pull thread: every receive fails and the agent is rebuilt")
-            self._loop.fail_everything(now)
+        self._loop.turn(batch, self._clock())
         with self._changed:
             self._report.add(self._loop.report)
             self._loop.report = WorkerReport()
