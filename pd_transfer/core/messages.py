@@ -111,6 +111,8 @@ def decode(payload: bytes) -> Message | Malformed:
         message = _decoder.decode(payload[1:])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return Malformed(f"not a message: {error}")
+    except RecursionError:
+        return Malformed("not a message: nested too deeply")
     if isinstance(message, Renew | Release) and len(message.lease_ids) > MAX_LEASES_PER_MESSAGE:
         return Malformed(f"{len(message.lease_ids)} leases in one message, at most {MAX_LEASES_PER_MESSAGE}")
     return message
