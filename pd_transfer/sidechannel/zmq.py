@@ -360,7 +360,8 @@ class ZmqSideChannel:
 
 
 def _is_valid(address: Address) -> bool:
-    return _HOST.fullmatch(address.host) is not None and 0 <= address.port < 65536
+    host, port = address
+    return bool(_HOST.fullmatch(host)) and not (":" in host and _is_name(host)) and 0 <= port < 65536
 
 
 def _is_name(host: str) -> bool:

@@ -282,6 +282,7 @@ class TestAddresses:
             Address("[::1]", 5600),
             Address("::1%", 5600),
             Address("::::", 5600),
+            Address("-", 5600),
             Address("127.0.0.1", 0),
             Address("127.0.0.1", -1),
             Address("127.0.0.1", 65536),
@@ -291,6 +292,7 @@ class TestAddresses:
     def test_nonsense_is_never_asked(self, opened: Callable[..., ZmqSideChannel], address: Address) -> None:
         asker, server = opened(), opened(LOCAL)
         asker.send_request(address, b"hello")
+        assert asker.num_dropped == 1
         asker.disconnect(address)
         exchange(asker, server, local(server))
 
