@@ -128,9 +128,10 @@ def test_several_samples_share_one_lease(pair: Pair, proxy: ServerProcess) -> No
     prompt = random_prompt(170, seed=10)
 
     def ask() -> None:
-        reply = complete(proxy.url, prompt, n=3, cache_salt="samples", **ANSWER)
-        want = tokens(pair.single(prompt, "samples", **ANSWER))
-        assert [tokens(reply, choice) for choice in range(3)] == [want] * 3
+        sampled = ANSWER | {"n": 3, "temperature": 0.8, "seed": 5}
+        reply = complete(proxy.url, prompt, cache_salt="samples", **sampled)
+        want = pair.single(prompt, "samples", **sampled)
+        assert [tokens(reply, choice) for choice in range(3)] == [tokens(want, choice) for choice in range(3)]
 
     assert gain(pair.decode, ask, {TOKENS_VERIFIED: len(prompt) - 1})[TOKENS_VERIFIED] >= len(prompt) - 1
 
