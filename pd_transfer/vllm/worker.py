@@ -4,6 +4,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -41,6 +42,14 @@ class StreamFence:
         return bool(self._event.query())
 
 
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What a prefill worker offers: its memory, and the words that say how long."""
+
+    transport: ServeTransport
+    words: LeaseWords
+
+
 class WorkerHalf:
     """One rank. Built before the KV cache exists; ``register`` completes it."""
 
@@ -51,11 +60,10 @@ class WorkerHalf:
         self._parts = parts
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._serves, self._pulls = transfer.is_kv_producer, transfer.is_kv_consumer
+        self._transfer = transfer
         self._name = f"{transfer.engine_id}-rank{get_tensor_model_parallel_rank()}"
         self._description: WorkerDescription | None = None
-        self._words: LeaseWords | None = None
-        self._serve: ServeTransport | None = None
+        self._serving: Serving | None = None
         self._pull: PullThread | None = None
         self._report = WorkerReport()
         self._make_fence: Callable[[], Fence] = NoFence
@@ -70,11 +78,11 @@ class WorkerHalf:
         if first.device.type == "cuda":
             self._make_fence = StreamFence
         boot_word = secrets.randbits(32)
-        if self._serves:
-            self._serve = self._start_serving(region, layout.num_blocks, boot_word)
-        if self._pulls:
+        if self._transfer.is_kv_producer:
+            self._serving = self._start_serving(region, layout.num_blocks, boot_word)
+        if self._transfer.is_kv_consumer:
             self._pull = self._start_pulling(region, layout)
-        memory = self._serve.remote_memory if self._serve else None
+        memory = self._serving.transport.remote_memory if self._serving else None
         self._description = WorkerDescription(layout, weights_digest(self._vllm_config), memory, boot_word)
         logger.info(
             "registered %.1f MiB of KV: %d groups, %d layers, %d blocks (%s)",
@@ -85,7 +93,7 @@ class WorkerHalf:
             packing,
         )
 
-    def _start_serving(self, region: MemoryRange, num_words: int, boot_word: int) -> ServeTransport:
+    def _start_serving(self, region: MemoryRange, num_words: int, boot_word: int) -> Serving:
         table = np.zeros(num_words, dtype=np.uint64)
         lock = threading.Lock()
 
@@ -94,9 +102,8 @@ class WorkerHalf:
             with lock:
                 pass
 
-        self._words = LeaseWords(table, boot_word, fence)
         words = MemoryRange(table.ctypes.data, num_words * WORD_BYTES)
-        return self._parts.serve(self._name, region, words)
+        return Serving(self._parts.serve(self._name, region, words), LeaseWords(table, boot_word, fence))
 
     def _start_pulling(self, region: MemoryRange, layout: EngineLayout) -> PullThread:
         rows = descriptor_rows(layout, region.address)
@@ -118,8 +125,8 @@ class WorkerHalf:
 
     def bind(self, orders: StepOrders) -> None:
         """A step is about to run: change lease words at once, hand reads to the I/O thread."""
-        if self._words is not None:
-            self._words.store(orders.words)
+        if self._serving is not None:
+            self._serving.words.store(orders.words)
         if self._pull is not None:
             self._pull.post(orders, self._make_fence())
 
@@ -135,16 +142,15 @@ class WorkerHalf:
     def worker_metadata(self) -> PdWorkerMetadata:
         """The report that belongs to the last ``transfer_results``, and the word changes stored since."""
         report, self._report = self._report, WorkerReport()
-        if self._words is not None:
-            report.confirmed.update(self._words.take_confirmed())
+        if self._serving is not None:
+            report.confirmed.update(self._serving.words.take_confirmed())
         return PdWorkerMetadata(report)
 
     def shutdown(self) -> None:
         """End reads, make every grant worthless, and stop serving: the memory may go afterwards."""
         if self._pull is not None:
             self._pull.close()
-        if self._words is not None:
-            self._words.revoke_all()
-        if self._serve is not None:
-            self._serve.close()
-        self._pull = self._words = self._serve = None
+        if self._serving is not None:
+            self._serving.words.revoke_all()
+            self._serving.transport.close()
+        self._pull = self._serving = None
