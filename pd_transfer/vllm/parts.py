@@ -1,0 +1,37 @@
+"""The outside world of a connector, as one value: tests hand in the fakes that ship."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pd_transfer.config import PdConfig
+from pd_transfer.core.layout import DescriptorRow, MemoryRange
+from pd_transfer.core.params import Address
+from pd_transfer.sidechannel.base import SideChannel
+from pd_transfer.sidechannel.zmq import ZmqSideChannel
+from pd_transfer.transport.base import PullTransport, ServeTransport
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How to open a side channel (bound or not), to serve (region, lease words), and to pull (region, rows)."""
+
+    open_side_channel: Callable[[Address | None], SideChannel]
+    serve: Callable[[str, MemoryRange, MemoryRange], ServeTransport]
+    pull: Callable[[str, MemoryRange, Sequence[DescriptorRow]], PullTransport]
+
+
+def real_parts(config: PdConfig) -> Parts:
+    """ZeroMQ and NIXL."""
+    parameters = config.nixl_backend_params
+
+    def serve(name: str, region: MemoryRange, words: MemoryRange) -> ServeTransport:
+        from pd_transfer.transport.nixl import NixlServeTransport  # only workers need NIXL
+
+        return NixlServeTransport(name, region, words, backend_params=parameters)
+
+    def pull(name: str, region: MemoryRange, rows: Sequence[DescriptorRow]) -> PullTransport:
+        from pd_transfer.transport.nixl import NixlPullTransport
+
+        return NixlPullTransport(name, region, rows, backend_params=parameters)
+
+    return Parts(ZmqSideChannel, serve, pull)
