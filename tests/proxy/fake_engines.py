@@ -7,6 +7,7 @@ none was used twice, and no task was left behind.
 import asyncio
 import enum
 import functools
+import gzip
 import itertools
 import json
 from collections import deque
@@ -14,6 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import aiohttp
+import uvloop
 from aiohttp import web
 
 from proxy.config import ProxyConfig, Timeouts
@@ -43,6 +45,7 @@ class Refuse:
     status: int
     body: bytes = b'{"error":{"message":"no","type":"t","param":null,"code":0}}'
     headers: dict = field(default_factory=lambda: {"Content-Type": "application/json"})
+    after_seconds: float = 0.0
 
 
 @dataclass
@@ -103,6 +106,7 @@ class FakeEngine:
         self.bytes_sent = 0
         self.flood = False
         self.healthy = True
+        self.release_seconds = 0.0
         self._runner = None
 
     async def start(self):
@@ -144,6 +148,8 @@ class FakeEngine:
         self.seen.append(Seen(request.method, request.path_qs, request.headers, json.loads(data) if as_json else None))
         if request.path == "/missing":
             return web.json_response({"error": {"message": "no such path", "code": 404}}, status=404)
+        if request.path == "/zipped":
+            return web.Response(body=gzip.compress(b"text"), headers={"Content-Encoding": "gzip"})
         return web.Response(body=b"other:" + data, headers={"X-Engine": "yes"})
 
     async def _generate(self, request):
@@ -162,6 +168,7 @@ class FakeEngine:
     async def _serve(self, request, body):
         params = body.get("kv_transfer_params") or {}
         if is_release(body):
+            await asyncio.sleep(self.release_seconds)
             self.ledger.release(params["grant"])
             return web.json_response({"error": {"message": "no such model", "code": 404}}, status=404)
         fault = self.faults.popleft() if self.faults else self.always
@@ -169,6 +176,7 @@ class FakeEngine:
         if params.get("do_remote_prefill") and not refused:
             self.ledger.use(params["grant"], prompt_of(body))
         if isinstance(fault, Refuse):
+            await asyncio.sleep(fault.after_seconds)
             return web.Response(status=fault.status, body=fault.body, headers=fault.headers)
         if fault is Drop.BEFORE_HEAD:
             request.transport.abort()
@@ -194,8 +202,10 @@ class FakeEngine:
             return web.Response(body=data, content_type="application/json")
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         if fault is Drop.AFTER_A_LONG_BODY:
+            # Of no announced length: only a dropped connection shows that something is missing.
             data = b" " * (8 << 20) + data
-        response.content_length = len(data)
+        else:
+            response.content_length = len(data)
         await response.prepare(request)
         if fault is not Drop.AFTER_HEAD:
             await response.write(data[:-1])
@@ -347,7 +357,7 @@ async def cluster(prefills=1, decodes=1, *, leaves_open=0, unreachable=(), **set
 
 
 def asynchronous(test):
-    """Run a coroutine function as a test, on a loop of its own, with a time limit."""
+    """Run a coroutine function as a test, on a loop like the one that the proxy runs on, with a time limit."""
 
     @functools.wraps(test)
     def synchronous(*args, **kwargs):
@@ -355,7 +365,7 @@ def asynchronous(test):
             async with asyncio.timeout(TEST_TIMEOUT_SECONDS):
                 await test(*args, **kwargs)
 
-        asyncio.run(limited())
+        uvloop.run(limited())
 
     return synchronous
 

@@ -1,5 +1,6 @@
 """Everything that can go wrong between a client and the engines, and what the client gets."""
 
+import asyncio
 import json
 
 import aiohttp
@@ -278,6 +279,19 @@ async def test_one_refused_prompt_refuses_the_list(body):
             assert response.status == 400
             assert await response.read() == b'{"error": "too long"}'
         await until(lambda: not c.ledger.open_grants())
+
+
+@asynchronous
+async def test_a_refused_list_leaves_nothing_running():
+    async with cluster() as c:
+        decode = c.decodes[0]
+        decode.more.clear()
+        # One prompt is streaming and one is not answered yet when the third is refused.
+        decode.faults.extend([None, Drop.HANG_BEFORE_HEAD, Refuse(400, after_seconds=0.1)])
+        async with asyncio.timeout(2), c.post(body=STREAM | {"prompt": ["a", "b", "c"]}) as response:
+            assert response.status == 400
+        await until(lambda: [seen.aborted for seen in decode.generations] == [True, True, False])
+        assert await c.metric(f'pd_proxy_engine_requests{{engine="{decode.url}",role="decode"}}') == 0
 
 
 @asynchronous

@@ -1,9 +1,11 @@
 """Both legs of a request through a running proxy: what the engines see and what the client gets."""
 
 import asyncio
+import gzip
 import io
 import json
 
+import aiohttp
 import pytest
 
 from tests.proxy.fake_engines import asynchronous, cluster, completion, events, until
@@ -255,6 +257,15 @@ async def test_every_other_path_goes_to_one_decode_engine_as_it_is():
 
 
 @asynchronous
+async def test_a_compressed_answer_of_another_path_stays_compressed():
+    async with cluster() as c, aiohttp.ClientSession(auto_decompress=False) as client:
+        async with client.get(c.url + "/zipped", headers={"Accept-Encoding": "gzip"}) as response:
+            assert response.headers["Content-Encoding"] == "gzip"
+            assert gzip.decompress(await response.read()) == b"text"
+        assert c.decodes[0].seen[0].headers["Accept-Encoding"] == "gzip"
+
+
+@asynchronous
 async def test_transfer_params_are_stripped_on_other_paths_too():
     body = {
         "input": 1.50,
@@ -299,6 +310,19 @@ async def test_loads_are_balanced_and_counted():
         assert await c.metric('pd_proxy_requests_total{endpoint="completions",outcome="ok"}') == 4
         assert await c.metric("pd_proxy_in_flight_requests") == 0
         assert await c.metric(f'pd_proxy_engine_tokens{{engine="{url}",role="decode"}}') == 0
+
+
+@asynchronous
+async def test_a_long_prompt_counts_for_more_than_a_short_one():
+    async with cluster(1, 2) as c:
+        for engine in c.decodes:
+            engine.more.clear()
+        responses = [await c.post(body={"prompt": "x" * size, "stream": True}) for size in (9000, 1, 1, 1)]
+        assert [len(engine.generations) for engine in c.decodes] == [1, 3]
+        for engine in c.decodes:
+            engine.more.set()
+        for response in responses:
+            await response.read()
 
 
 @asynchronous

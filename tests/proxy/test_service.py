@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
-from tests.proxy.fake_engines import FakeEngine, Ledger, asynchronous, cluster, events
+from tests.proxy.fake_engines import FakeEngine, Ledger, Refuse, asynchronous, cluster, events
 
 STREAM = {"prompt": "p", "stream": True}
 
@@ -135,6 +135,17 @@ async def test_new_requests_on_open_connections_are_refused_while_draining():
         c.decodes[0].more.set()
         await stream.read()
         assert await drained
+
+
+@asynchronous
+async def test_stopping_waits_for_releases():
+    async with cluster() as c:
+        c.decodes[0].always = Refuse(400)
+        c.decodes[0].release_seconds = 0.2
+        async with c.post() as response:
+            assert response.status == 400
+        assert c.ledger.count("released") == 0
+    assert c.ledger.count("released") == 1
 
 
 @asynchronous
