@@ -12,10 +12,10 @@ from enum import Enum, auto
 
 from pd_transfer.core.layout import BlockRun
 from pd_transfer.core.machine import Story, TransitionTable
-from pd_transfer.core.messages import Release, Renew
+from pd_transfer.core.messages import MAX_LEASES_PER_MESSAGE, Release, Renew
 from pd_transfer.core.outcomes import Outcome, Outcomes
 from pd_transfer.core.params import Address, Grant, LeaseId, PeerKey, RemotePrefill, RequestId, SealedGrant, parse_grant
-from pd_transfer.core.peers import Peer, PeerAction, PeerBook, PeerState, SendMessage
+from pd_transfer.core.peers import Peer, PeerAction, PeerBook, PeerLost, PeerState, SendMessage
 
 
 class AdmissionState(Enum):
@@ -55,6 +55,7 @@ ADMISSION_TABLE = TransitionTable(
     {
         (AdmissionState.WAITING, PeerBecameReady): AdmissionState.ADMITTED,
         (AdmissionState.WAITING, Declined): AdmissionState.ENDED,
+        (AdmissionState.ADMITTED, PeerLost): AdmissionState.WAITING,
         (AdmissionState.ADMITTED, LoadStarted): AdmissionState.LOADING,
         (AdmissionState.ADMITTED, Declined): AdmissionState.ENDED,
         (AdmissionState.LOADING, LoadEnded): AdmissionState.ENDED,
@@ -95,11 +96,15 @@ class BorrowedLease:
 
 @dataclass(slots=True)
 class Admission:
-    """One request. ``num_local_tokens`` is what vLLM said it has itself when it last asked."""
+    """One request. ``num_local_tokens`` is what vLLM said it has itself when it last asked.
+
+    ``deadline`` ends the time in which it is kept waiting for its peer, however often that is lost and greeted.
+    """
 
     request_id: RequestId
     address: Address
     sealed: SealedGrant
+    deadline: float
     state: AdmissionState = AdmissionState.WAITING
     peer: Peer | None = None
     num_local_tokens: int = 0
@@ -160,8 +165,9 @@ class AdmissionBook:
             return self._refuse(request_id, Outcome.GRANT_OTHER_PROMPT, reason)
         if grant.lease_id in self._released or request_id in self._admissions:
             return self._refuse(request_id, Outcome.GRANT_USED, "the grant was used and its lease released")
-        self._admissions[request_id] = Admission(request_id, params.address, sealed)
-        self._admissions[request_id].story.subject = f"admission {request_id}"
+        admission = Admission(request_id, params.address, sealed, now + self._peers.handshake_seconds)
+        admission.story.subject = f"admission {request_id}"
+        self._admissions[request_id] = admission
         actions: list[AdmissionAction] = list(self._peers.greet(params.address, now))
         lease = self._leases.get(grant.lease_id)
         if lease is None:
@@ -190,8 +196,14 @@ class AdmissionBook:
         if admission is None or admission.state is AdmissionState.LOADING:
             return TokensFound(0), []
         actions: list[AdmissionAction] = []
+        if admission.peer is not None and admission.peer.state is not PeerState.READY:
+            admission.advance(PeerLost(), now)
+            admission.deadline = now + self._peers.handshake_seconds
+            actions += self._leave_peer(admission, now)
         if admission.state is AdmissionState.WAITING:
-            actions = self._try_admit(admission, now)
+            actions += self._try_admit(admission, now)
+        if admission.state is AdmissionState.WAITING and now >= admission.deadline:
+            actions += self._decline(admission, Outcome.PEER_UNREACHABLE, "it took too long to become ready", now)
         if admission.state is AdmissionState.WAITING:
             return AskAgain(), actions
         if admission.state is AdmissionState.ENDED:
@@ -214,11 +226,10 @@ class AdmissionBook:
             return self._decline(admission, outcome, peer.reason, now)
         sealed, grant, welcome = admission.sealed, admission.sealed.claimed, peer.welcome
         if grant.engine_boot != welcome.engine.engine_boot:
-            if now >= peer.deadline:
-                # The engine may have restarted without our noticing. A fresh peer is not doubted again at once.
-                return [*self._peers.lose(admission.address, now), *self._peers.greet(admission.address, now)]
             reason = f"prefill's boot is {welcome.engine.engine_boot}, the grant was sealed by {grant.engine_boot}"
-            return self._decline(admission, Outcome.GRANT_OTHER_BOOT, reason, now)
+            # Usually the grant is old; but the engine may have restarted unnoticed, and later grants need its welcome.
+            probe = self._peers.probe(admission.address, now)
+            return [*probe, *self._decline(admission, Outcome.GRANT_OTHER_BOOT, reason, now)]
         if not sealed.is_genuine(welcome.grant_key):
             return self._decline(admission, Outcome.GRANT_FORGED, "its seal is not the peer's", now)
         if grant.layout_digest != welcome.engine.layout.digest():
@@ -233,10 +244,12 @@ class AdmissionBook:
     ) -> list[AdmissionAction]:
         """vLLM has allocated blocks and waits for ``num_external_tokens`` tokens; 0 means that it waits for none."""
         admission = self._admissions.get(request_id)
-        if admission is None or admission.state is not AdmissionState.ADMITTED or admission.peer is None:
+        if admission is None or admission.state is AdmissionState.LOADING:
             return []
         if num_external_tokens == 0:
-            return self._decline(admission, Outcome.NOTHING_TO_READ, "every token is present already", now)
+            return self._decline(admission, Outcome.NOTHING_TO_READ, "no token is to be loaded", now)
+        if admission.peer is None:
+            return []  # the tokens are another connector's: nothing was promised here
         admission.advance(LoadStarted(), now)
         receive = StartReceive(request_id, admission.peer.key, admission.sealed.claimed, needed, num_external_tokens)
         return [receive]
@@ -274,9 +287,7 @@ class AdmissionBook:
     def _end(self, admission: Admission, event: Declined | LoadEnded, now: float) -> list[AdmissionAction]:
         admission.advance(event, now)
         del self._admissions[admission.request_id]
-        actions: list[AdmissionAction] = []
-        if admission.peer is not None:
-            actions.extend(self._peers.leave(admission.peer, now))
+        actions = self._leave_peer(admission, now)
         lease_id = admission.sealed.claimed.lease_id
         lease = self._leases[lease_id]
         lease.users.discard(admission.request_id)
@@ -285,7 +296,12 @@ class AdmissionBook:
             actions.extend(self._send_release(lease_id, lease.address, now))
         return actions
 
+    def _leave_peer(self, admission: Admission, now: float) -> list[AdmissionAction]:
+        peer, admission.peer = admission.peer, None
+        return [] if peer is None else list(self._peers.leave(peer, now))
+
     def _send_release(self, lease_id: LeaseId, address: Address, now: float) -> list[AdmissionAction]:
+        self._released.pop(lease_id, None)  # the latest is always last
         self._released[lease_id] = now + self._memory_seconds
         return [SendMessage(address, Release((lease_id,)))]
 
@@ -298,13 +314,18 @@ class AdmissionBook:
 
     def pass_time(self, now: float) -> list[AdmissionAction]:
         """Renew what is due and forget what was released long ago."""
-        self._released = {lease_id: until for lease_id, until in self._released.items() if until > now}
+        while self._released and next(iter(self._released.values())) <= now:
+            del self._released[next(iter(self._released))]
         due: dict[Address, list[LeaseId]] = {}
         for lease_id, lease in self._leases.items():
             if lease.next_renewal <= now and not lease.is_gone:
                 lease.next_renewal = now + self._renewal_seconds
                 due.setdefault(lease.address, []).append(lease_id)
-        return [SendMessage(address, Renew(tuple(lease_ids))) for address, lease_ids in due.items()]
+        return [
+            SendMessage(address, Renew(tuple(lease_ids[start : start + MAX_LEASES_PER_MESSAGE])))
+            for address, lease_ids in due.items()
+            for start in range(0, len(lease_ids), MAX_LEASES_PER_MESSAGE)
+        ]
 
     def next_deadline(self) -> float | None:
         """When ``pass_time`` next has a lease to renew."""

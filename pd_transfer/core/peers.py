@@ -3,6 +3,9 @@
 One ``Peer`` is one handshake. It is built whole from a Welcome that has passed every check, or it never becomes READY.
 A restarted engine, or one whose connection broke, is another peer with another key. Retired peers stay until the last
 request that reads from them has ended; then the workers forget them.
+
+Workers know an engine under one key at a time, because a transport connects to an agent once. So an engine that
+answers at a second address is the same peer, and one that is still being drained is not connected anew.
 """
 
 from collections import Counter
@@ -43,6 +46,11 @@ class HandshakeTimedOut:
 
 
 @dataclass(frozen=True, slots=True)
+class StillDraining:
+    """The peer welcomes us, but its last connection is not yet forgotten: requests still read from it."""
+
+
+@dataclass(frozen=True, slots=True)
 class PeerLost:
     """The connection broke, a worker had trouble with the peer, or it has restarted."""
 
@@ -58,6 +66,7 @@ PEER_TABLE = TransitionTable(
         (PeerState.HANDSHAKING, WelcomeAccepted): PeerState.READY,
         (PeerState.HANDSHAKING, PeerRejected): PeerState.REJECTED,
         (PeerState.HANDSHAKING, HandshakeTimedOut): PeerState.BACKING_OFF,
+        (PeerState.HANDSHAKING, StillDraining): PeerState.BACKING_OFF,
         (PeerState.READY, PeerLost): PeerState.RETIRING,
         (PeerState.RETIRING, LastUserLeft): PeerState.RETIRED,
     },
@@ -103,7 +112,7 @@ class PeerPolicy:
 class Peer:
     """One handshake with the engine at an address. ``welcome`` is set exactly when it was READY once.
 
-    ``deadline`` ends the wait that the state stands for; for a READY peer, the time in which it is not greeted anew.
+    ``deadline`` ends the wait that the state stands for; for a READY peer, the time in which it is not probed again.
     """
 
     key: PeerKey
@@ -123,7 +132,10 @@ class Peer:
 
 
 class PeerBook:
-    """All peers of one decode engine: the current one per address, and those that retire."""
+    """All peers of one decode engine: the current one per address, and those that retire.
+
+    A READY peer may be the current one of several addresses; its own is the one that was greeted first.
+    """
 
     def __init__(self, policy: PeerPolicy, local: EngineDescription) -> None:
         self._policy = policy
@@ -132,6 +144,11 @@ class PeerBook:
         self._retiring: dict[PeerKey, Peer] = {}
         self._num_handshakes = 0
         self.outcomes: Outcomes = Counter()
+
+    @property
+    def handshake_seconds(self) -> float:
+        """How long a handshake may take."""
+        return self._policy.handshake_seconds
 
     def find(self, address: Address) -> Peer | None:
         """The current peer at an address, whatever its state; None when it was never greeted."""
@@ -144,28 +161,56 @@ class PeerBook:
             waiting = peer.state in (PeerState.BACKING_OFF, PeerState.REJECTED) and now < peer.deadline
             if waiting or peer.state in (PeerState.HANDSHAKING, PeerState.READY):
                 return []
+        self._begin(address, now)
+        return [SendMessage(address, Hello(self._local))]
+
+    def _begin(self, address: Address, now: float) -> Peer:
         self._num_handshakes += 1
         key = PeerKey(f"{address}#{self._num_handshakes}")
-        fresh = Peer(key, address, now + self._policy.handshake_seconds)
-        fresh.story.subject = f"peer {key}"
-        self._current[address] = fresh
+        peer = Peer(key, address, now + self._policy.handshake_seconds)
+        peer.story.subject = f"peer {key}"
+        self._current[address] = peer
+        return peer
+
+    def probe(self, address: Address, now: float) -> list[PeerAction]:
+        """A grant names another life of a READY peer's engine: ask which one lives, unless that was done just now."""
+        peer = self._current.get(address)
+        if peer is None or peer.state is not PeerState.READY or now < peer.deadline:
+            return []
+        peer.deadline = now + self._policy.backoff_seconds
         return [SendMessage(address, Hello(self._local))]
 
     def receive(self, address: Address, message: Message, now: float) -> list[PeerAction]:
         """A peer's answer to a Hello. Answers that nobody waits for are ignored."""
         peer = self._current.get(address)
-        if peer is None or peer.state is not PeerState.HANDSHAKING:
+        if peer is None:
             return []
-        if isinstance(message, Refused):
-            return self._reject(peer, f"refused by the peer: {message.reason}", now)
-        if not isinstance(message, Welcome):
+        if peer.state is PeerState.HANDSHAKING:
+            if isinstance(message, Refused):
+                return self._reject(peer, f"refused by the peer: {message.reason}", now)
+            return self._judge(peer, message, now) if isinstance(message, Welcome) else []
+        if not isinstance(message, Welcome) or peer.welcome is None or _is_same_boot(peer.welcome, message):
             return []
-        if reason := invalid_welcome(self._local, message):
+        # A READY peer was probed, and it has restarted unnoticed.
+        return self._lose(peer, now) + self._judge(self._begin(address, now), message, now)
+
+    def _judge(self, peer: Peer, welcome: Welcome, now: float) -> list[PeerAction]:
+        """A Welcome for a peer that is HANDSHAKING."""
+        if reason := invalid_welcome(self._local, welcome):
             return self._reject(peer, reason, now)
-        peer.advance(WelcomeAccepted(), now)
-        peer.welcome = message
+        known = next((other for other in self.peers() if other.welcome == welcome), None)
+        if known is None:
+            peer.advance(WelcomeAccepted(), now)
+            peer.welcome = welcome
+            peer.deadline = now + self._policy.backoff_seconds
+            return [ConnectPeer(peer.key, welcome)]
+        if known.state is PeerState.READY:
+            self._current[peer.address] = known
+            return []
+        peer.advance(StillDraining(), now)
+        peer.reason = "requests still read over its last connection"
         peer.deadline = now + self._policy.backoff_seconds
-        return [ConnectPeer(peer.key, message)]
+        return []
 
     def _reject(self, peer: Peer, reason: str, now: float) -> list[PeerAction]:
         peer.advance(PeerRejected(), now)
@@ -174,7 +219,7 @@ class PeerBook:
         return []
 
     def lose(self, address: Address, now: float) -> list[PeerAction]:
-        """The connection to an address broke, or its engine restarted. A handshake under way is repeated."""
+        """The side channel's connection to an address broke. A handshake under way is repeated."""
         peer = self._current.get(address)
         if peer is None:
             return []
@@ -182,17 +227,23 @@ class PeerBook:
             return [SendMessage(address, Hello(self._local))]
         if peer.state is not PeerState.READY:
             return []
-        peer.advance(PeerLost(), now)
-        del self._current[address]
-        self._retiring[peer.key] = peer
-        return self._retire_unused(peer, now)
+        if address != peer.address:
+            del self._current[address]
+            return []
+        return self._lose(peer, now)
 
     def lose_key(self, key: PeerKey, now: float) -> list[PeerAction]:
         """A worker had trouble with a peer. Trouble with one that retires already changes nothing."""
         for peer in self._current.values():
             if peer.key == key:
-                return self.lose(peer.address, now)
+                return self._lose(peer, now)
         return []
+
+    def _lose(self, peer: Peer, now: float) -> list[PeerAction]:
+        peer.advance(PeerLost(), now)
+        self._current = {address: other for address, other in self._current.items() if other is not peer}
+        self._retiring[peer.key] = peer
+        return self._retire_unused(peer, now)
 
     def join(self, peer: Peer) -> None:
         """A request will read from a READY peer."""
@@ -231,6 +282,10 @@ class PeerBook:
         )
 
     def peers(self) -> Iterator[Peer]:
-        """Every peer that is remembered."""
-        yield from self._current.values()
+        """Every peer that is remembered, once."""
+        yield from {peer.key: peer for peer in self._current.values()}.values()
         yield from self._retiring.values()
+
+
+def _is_same_boot(known: Welcome, welcome: Welcome) -> bool:
+    return known.engine.engine_boot == welcome.engine.engine_boot
