@@ -135,7 +135,8 @@ class Server:
         request_id = headers.request_id_for(request.headers.get(headers.REQUEST_ID), relay.request_id_in(body))
         request[REQUEST_ID_KEY] = request_id
         bodies = [body]
-        if request.path == COMPLETIONS_PATH:
+        # What one engine answers without a hand-off, it answers for all prompts at once.
+        if request.path == COMPLETIONS_PATH and not relay.needs_one_engine(body):
             bodies = prompts.split_prompts(body, self._config.max_prompts)
         engine_headers = headers.without_compression(headers.request_headers(request.headers, request_id))
         requests = [EngineRequest(request.path, engine_headers, body) for body in bodies]

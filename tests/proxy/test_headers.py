@@ -36,10 +36,10 @@ def test_what_connection_names_is_dropped():
 
 
 def test_a_value_that_is_no_text_is_dropped():
-    broken = b"Caf\xe9".decode("utf-8", "surrogateescape")
-    headers = request_headers(CIMultiDict({"X-Broken": broken, "X-Fine": "Café"}), "id")
+    broken = b"\xe9".decode("utf-8", "surrogateescape")
+    headers = request_headers(CIMultiDict({"X-Broken": broken, "X-Fine": "é"}), "id")
     assert "X-Broken" not in headers
-    assert headers["X-Fine"] == "Café"
+    assert headers["X-Fine"] == "é"
 
 
 def test_the_request_id_replaces_the_client_s():

@@ -158,6 +158,15 @@ async def test_what_one_engine_must_answer_goes_to_decode_alone(field):
 
 
 @asynchronous
+async def test_a_list_that_one_engine_must_answer_is_not_split():
+    body = {"prompt": ["a", "b"], "prompt_embeds": ["AAAA"]}
+    async with cluster() as c:
+        async with c.post(body=body) as response:
+            assert await response.json() == completion("/v1/completions", body)
+        assert [seen.body for seen in c.decodes[0].generations] == [body]
+
+
+@asynchronous
 @pytest.mark.parametrize("prompts", [["one", "two", "three"], [[1, 2], [3]], ["only"], [[7]]])
 @pytest.mark.parametrize("n", [1, 2])
 async def test_a_list_of_prompts_is_answered_as_one_engine_would(prompts, n):
