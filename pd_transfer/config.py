@@ -72,9 +72,14 @@ def load_config(extra: Mapping[str, Any], environment: Mapping[str, str], data_p
 
 
 def _port_from(text: str, data_parallel_rank: int) -> int:
-    if not text.isdigit():
+    if not _is_number(text):
         raise ConfigError(f"{PORT_VARIABLE} is {text!r}, not a port number")
     return int(text) + data_parallel_rank
+
+
+def _is_number(text: str) -> bool:
+    """Whether ``int`` reads a port from it; ``str.isdigit`` is true of superscripts too."""
+    return text.isdecimal() and len(text) <= 5
 
 
 def _check(config: PdConfig) -> None:
@@ -103,7 +108,7 @@ def _check(config: PdConfig) -> None:
 def parse_host_port(text: str) -> tuple[str, int]:
     """``host:port`` or ``[ipv6]:port``. Raises ConfigError."""
     host, separator, port = text.rpartition(":")
-    if not separator or not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not separator or not host or not _is_number(port) or not 0 < int(port) < 65536:
         raise ConfigError(f"peers has {text!r}; write 'host:port', for example '10.0.0.5:5600'")
     return host.removeprefix("[").removesuffix("]"), int(port)
 

@@ -1,0 +1,167 @@
+"""Settings: defaults, where they come from, and a sentence for every mistake."""
+
+import contextlib
+import ipaddress
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pd_transfer.config import (
+    HOST_VARIABLE,
+    PORT_VARIABLE,
+    PdConfig,
+    advertised_host,
+    bind_host,
+    is_loopback,
+    load_config,
+    parse_host_port,
+)
+from pd_transfer.errors import ConfigError
+
+
+def test_no_settings_are_the_defaults():
+    assert load_config({}, {}) == PdConfig()
+
+
+def test_settings_may_come_as_json_brings_them():
+    extra = {
+        "peers": ["10.0.0.5:5600", "[fe80::1]:5600"],
+        "read_seconds": 5,
+        "nixl_backend_params": {"engine_config": "TLS=tcp"},
+        "debug_damage": [1, -1],
+    }
+    config = load_config(extra, {})
+    assert config.peers == ("10.0.0.5:5600", "[fe80::1]:5600")
+    assert config.read_seconds == 5.0
+    assert config.nixl_backend_params == {"engine_config": "TLS=tcp"}
+    assert config.debug_damage == (1, -1)
+
+
+# ------------------------------------------------------------------------------------------------------ the environment
+
+
+def test_the_built_in_connectors_variables_are_understood():
+    environment = {HOST_VARIABLE: "127.0.0.2", PORT_VARIABLE: "5600"}
+    config = load_config({}, environment, data_parallel_rank=3)
+    assert (config.side_channel_host, config.side_channel_port) == ("127.0.0.2", 5603)
+
+
+def test_settings_go_before_the_environment():
+    extra = {"side_channel_host": "127.0.0.1", "side_channel_port": 7000}
+    config = load_config(extra, {HOST_VARIABLE: "127.0.0.2", PORT_VARIABLE: "junk"}, data_parallel_rank=3)
+    assert (config.side_channel_host, config.side_channel_port) == ("127.0.0.1", 7000)
+
+
+@pytest.mark.parametrize("text", ["", "junk", "-1", "5600.0", " 5600", "²", "9" * 5000])
+def test_a_port_variable_that_is_no_port(text):
+    with pytest.raises(ConfigError, match=re.escape(f"{PORT_VARIABLE} is {text!r}, not a port number")):
+        load_config({}, {PORT_VARIABLE: text})
+
+
+# ------------------------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("extra", "sentence"),
+    [
+        ({"read_second": 5}, "kv_connector_extra_config has no setting 'read_second': did you mean 'read_seconds'?"),
+        ({"zzz": 5}, "kv_connector_extra_config has no setting 'zzz': known are side_channel_host, "),
+        ({"read_seconds": "5"}, "kv_connector_extra_config: Expected `float`, got `str` - at `$.read_seconds`"),
+        ({"insecure": 1}, "kv_connector_extra_config: Expected `bool`, got `int` - at `$.insecure`"),
+        ({"side_channel_port": 65536}, "side_channel_port is 65536; use 0 (any free port) to 65535"),
+        ({"side_channel_port": -1}, "side_channel_port is -1; use 0 (any free port) to 65535"),
+        ({"read_seconds": 0}, "read_seconds is 0.0; use more than 0 and less than 86400 seconds"),
+        ({"drain_seconds": 86400}, "drain_seconds is 86400.0; use more than 0 and less than 86400 seconds"),
+        ({"backoff_seconds": float("nan")}, "backoff_seconds is nan; use more than 0 and less than 86400 seconds"),
+        ({"lease_max_pool_fraction": 0}, "lease_max_pool_fraction is 0.0; use more than 0 and at most 1"),
+        ({"lease_max_pool_fraction": 1.1}, "lease_max_pool_fraction is 1.1; use more than 0 and at most 1"),
+        ({"peers": ["10.0.0.5"]}, "peers has '10.0.0.5'; write 'host:port', for example '10.0.0.5:5600'"),
+    ],
+)
+def test_mistakes_are_named(extra, sentence):
+    with pytest.raises(ConfigError) as raised:
+        load_config(extra, {})
+    assert str(raised.value).startswith(sentence)
+
+
+def test_a_variables_port_may_be_too_large_for_the_last_data_parallel_rank():
+    with pytest.raises(ConfigError, match="side_channel_port is 65536"):
+        load_config({}, {PORT_VARIABLE: "65535"}, data_parallel_rank=1)
+
+
+@given(st.dictionaries(st.sampled_from(PdConfig.__struct_fields__) | st.text(), st.none() | st.integers() | st.text()))
+def test_any_settings_are_taken_or_refused(extra):
+    with contextlib.suppress(ConfigError):
+        assert isinstance(load_config(extra, {}), PdConfig)
+
+
+# --------------------------------------------------------------------------------------------------- hosts and security
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [
+        ("10.0.0.5:5600", ("10.0.0.5", 5600)),
+        ("prefill-0.svc:1", ("prefill-0.svc", 1)),
+        ("[fe80::1]:65535", ("fe80::1", 65535)),
+    ],
+)
+def test_host_and_port(text, parsed):
+    assert parse_host_port(text) == parsed
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", ":", "host", "host:", ":5600", "host:0", "host:65536", "host:-1", "host:x", "host:²", "h:" + "9" * 5000],
+)
+def test_not_a_host_and_port(text):
+    with pytest.raises(ConfigError, match="write 'host:port'"):
+        parse_host_port(text)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("localhost", True),
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("10.0.0.5", False),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("prefill-0", False),
+        ("", False),
+    ],
+)
+def test_is_loopback(host, expected):
+    assert is_loopback(host) is expected
+
+
+@pytest.mark.parametrize("setting", ["side_channel_host", "advertise_host"])
+def test_beyond_the_loopback_needs_an_explicit_word(setting):
+    with pytest.raises(ConfigError, match=rf"{setting} is 10\.0\.0\.5, .* set 'insecure': true"):
+        load_config({setting: "10.0.0.5"}, {})
+    assert load_config({setting: "10.0.0.5", "insecure": True}, {})
+    assert load_config({setting: "127.0.0.1"}, {})
+
+
+@pytest.mark.parametrize(
+    ("config", "bound", "advertised"),
+    [
+        (PdConfig(), "127.0.0.1", "127.0.0.1"),
+        (PdConfig(side_channel_host="127.0.0.2"), "127.0.0.2", "127.0.0.2"),
+        (PdConfig(advertise_host="localhost"), "127.0.0.1", "localhost"),
+        (PdConfig(insecure=True, side_channel_host="10.0.0.5"), "10.0.0.5", "10.0.0.5"),
+        (PdConfig(insecure=True, advertise_host="prefill-0"), "0.0.0.0", "prefill-0"),
+    ],
+)
+def test_where_to_listen_and_what_to_advertise(config, bound, advertised):
+    assert (bind_host(config), advertised_host(config)) == (bound, advertised)
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
+def test_who_listens_everywhere_advertises_an_address_that_can_be_reached(host):
+    advertised = advertised_host(PdConfig(insecure=True, side_channel_host=host))
+    assert not ipaddress.ip_address(advertised).is_unspecified
