@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from pd_transfer.core.messages import decode, encode
 from pd_transfer.core.outcomes import Level, Outcome, Outcomes
+from pd_transfer.core.peers import SendMessage
 from pd_transfer.runtime.decode import DecodeSide, Measured
 from pd_transfer.runtime.prefill import PrefillSide
 from pd_transfer.sidechannel.base import ConnectionLost, Received, ReplyReceived, RequestReceived, SideChannel
@@ -100,18 +101,25 @@ class SchedulerRuntime:
         self._side_channel.close()
 
     def _run(self) -> None:
-        while not self._closing:
-            try:
-                self._turn()
-            except Exception:
-                # Nothing may end this thread: no peer could shake hands any more. This is a bug of ours.
-                logger.exception("internal error in the side channel thread; it goes on")
-                self._num_internal_errors += 1
+        is_last = False
+        while not is_last:
+            is_last = self._closing  # what was posted before is still sent
+            if not self._contain(self._turn):
                 time.sleep(_PAUSE_AFTER_ERROR_SECONDS)
+
+    def _contain(self, work: Callable[..., None], *arguments: object) -> bool:
+        """Nothing may end the thread: no peer could shake hands any more. False after a bug of ours."""
+        try:
+            work(*arguments)
+        except Exception:
+            logger.exception("internal error in the side channel thread; it goes on")
+            self._num_internal_errors += 1
+            return False
+        return True
 
     def _turn(self) -> None:
         for received in self._side_channel.poll(self._timeout()):
-            self._take(received)
+            self._contain(self._take, received)
         with self._lock:
             now = self._clock()
             if self._prefill is not None:
@@ -121,7 +129,10 @@ class SchedulerRuntime:
                 self._decode.pass_time(now)
                 mail, self._decode.outbox = self._decode.outbox, []
         for letter in mail:
-            self._side_channel.send_request(letter.address, encode(letter.message))
+            self._contain(self._send, letter)
+
+    def _send(self, letter: SendMessage) -> None:
+        self._side_channel.send_request(letter.address, encode(letter.message))
 
     def _timeout(self) -> float | None:
         with self._lock:
