@@ -48,7 +48,11 @@ class Pair:
             allowed_token_ids=[prompt[-1]],
             logprobs=TOP_LOGPROBS,
         )
-        return generated(reply)[1:]
+        (top,) = generated(reply)[1:]
+        if len(top) > TOP_LOGPROBS:
+            # The token that was forced on the engine is listed beside the likeliest ones.
+            del top[f"token_id:{prompt[-1]}"]
+        return [top]
 
     def difference_at(self, prompt: Sequence[int], salt: str, num_tokens: int) -> float:
         """Largest difference over ``num_tokens`` generated tokens between moved KV and the single engine."""

@@ -4,8 +4,10 @@ For the demo, the end-to-end tests and the benchmarks. Every process writes to a
 """
 
 import contextlib
+import ctypes
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -31,11 +33,26 @@ class StackError(Exception):
     """A process did not start or answer; the message ends with the tail of its log."""
 
 
+_PORTS = range(12000, 30000)
+"""Below the ports that the kernel gives to outgoing connections, so that none of those takes one first."""
+
+
 def free_port() -> int:
     """A port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    while True:
+        port = random.choice(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to end this process when the one that started it ends, however that happens."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 
 
 def transfer_config(role: str, extra: Mapping[str, Any] | None = None, policy: str = "recompute") -> dict[str, Any]:
@@ -68,6 +85,7 @@ class ServerProcess:
                 env={**os.environ, **(environment or {})},
                 cwd=REPOSITORY,
                 start_new_session=True,
+                preexec_fn=_die_with_parent,
             )
 
     @property
