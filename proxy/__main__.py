@@ -17,14 +17,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         uvloop.run(serve(config, lambda address: _announce(address, config)))
     except OSError as error:
-        print(f"pdt-proxy: cannot listen on {config.host}:{config.port}: {error.strerror or error}", file=sys.stderr)
+        print(f"pd-proxy: cannot listen on {config.host}:{config.port}: {error.strerror or error}", file=sys.stderr)
         return 1
     return 0
 
 
 def _announce(address: str, config: ProxyConfig) -> None:
     engines = f"{len(config.prefill_urls)} prefill, {len(config.decode_urls)} decode"
-    print(f"pdt-proxy listens on {address} ({engines})", flush=True)
+    print(f"pd-proxy listens on {address} ({engines})", flush=True)
 
 
 if __name__ == "__main__":

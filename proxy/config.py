@@ -93,9 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     defaults = ProxyConfig(prefill_urls=(), decode_urls=())
     timeouts = defaults.timeouts
     parser = argparse.ArgumentParser(
-        prog="pdt-proxy",
+        prog="pd-proxy",
         description="Route OpenAI-style requests to vLLM engines that prefill and vLLM engines that decode.",
-        epilog="Example: pdt-proxy --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000",
+        epilog="Example: pd-proxy --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument

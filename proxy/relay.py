@@ -169,7 +169,7 @@ def release_body(params: msgspec.Raw) -> bytes:
     tells its connector, which releases the KV on the prefill side. The refusal (404) is the acknowledgement.
     """
     return msgspec.json.encode(
-        {"model": "pdt-proxy/released", "prompt": "released", "max_tokens": 1, TRANSFER_PARAMS: params}
+        {"model": "pd-proxy/released", "prompt": "released", "max_tokens": 1, TRANSFER_PARAMS: params}
     )
 
 

@@ -243,7 +243,7 @@ class FakeEngine:
 
 
 def is_release(body):
-    return bool(body) and body.get("model") == "pdt-proxy/released"
+    return bool(body) and body.get("model") == "pd-proxy/released"
 
 
 def prompt_of(body):

@@ -228,7 +228,7 @@ def test_the_rules_about_whole_requests_are_all_tested_above():
 def test_a_release_names_no_real_model_and_carries_the_params():
     body = json.loads(relay.release_body(msgspec.Raw(b'{"grant":"x","do_remote_prefill":true}')))
     assert body["kv_transfer_params"] == {"grant": "x", "do_remote_prefill": True}
-    assert body["model"] == "pdt-proxy/released"
+    assert body["model"] == "pd-proxy/released"
     # Should an engine serve that name after all, it does as little as possible.
     assert body["max_tokens"] == 1
 

@@ -42,7 +42,7 @@ async def process(prefill_url, decode_url, *more):
 
 async def address_of(started):
     line = (await started.stdout.readline()).decode()
-    assert line.startswith("pdt-proxy listens on http://127.0.0.1:")
+    assert line.startswith("pd-proxy listens on http://127.0.0.1:")
     assert line.endswith(" (1 prefill, 1 decode)\n")
     return line.split()[3]
 
