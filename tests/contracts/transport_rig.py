@@ -9,6 +9,7 @@ import numpy as np
 from pd_transfer.core.layout import DescriptorRow, MemoryRange, RemoteMemory
 from pd_transfer.core.params import PeerKey, Transfer
 from pd_transfer.transport.base import PullTransport, ServeTransport
+from pd_transfer.transport.memory import MemoryFabric, MemoryPullTransport, MemoryServeTransport
 
 DENSE_BYTES = 512
 PADDED_BYTES = 200
@@ -111,3 +112,14 @@ def read_word(pull: PullTransport, key: str, slot: int) -> int:
     transfer = pull.submit_word_read(PeerKey(key), slot)
     finish(pull, transfer)
     return pull.take_word(transfer)
+
+
+def memory_rig(fabric: MemoryFabric) -> Rig:
+    return Rig(
+        lambda region, words: MemoryServeTransport(fabric, "serve", region, words),
+        lambda region, rows: MemoryPullTransport(fabric, region, rows),
+    )
+
+
+def indices(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
