@@ -1,6 +1,6 @@
 """Grants and prompts that do not belong together, hostile params, shared prefixes: exact or refused, never mixed up.
 
-One pair of engines with prefix caching, behind the project's proxy and behind vLLM's own router.
+One pair of engines with prefix caching, asked by hand and through vLLM's own router.
 """
 
 import sys
@@ -12,7 +12,7 @@ import pytest
 import requests
 
 from tests.e2e.pair import TINY_HYBRID, TOKENS_VERIFIED, Pair, gain, outcome, running_pair, same_settings
-from tests.stack.engines import Proxy, ServerProcess, complete, free_port, running
+from tests.stack.engines import ServerProcess, complete, free_port, running
 from tests.stack.exactness import TOP_LOGPROBS, difference, generated, hand_off, random_prompt, tokens
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -24,12 +24,6 @@ ANSWER: dict[str, Any] = {"max_tokens": 4, "logprobs": TOP_LOGPROBS, "ignore_eos
 def pair() -> Iterator[Pair]:
     with running_pair("wrong-pairs", *same_settings(TINY_HYBRID, "--block-size", "32")) as pair:
         yield pair
-
-
-@pytest.fixture(scope="module")
-def proxy(pair: Pair) -> Iterator[ServerProcess]:
-    with Proxy([pair.prefill], [pair.decode], pair.logs) as server:
-        yield server.wait_ready(seconds=30)
 
 
 def exact(pair: Pair, prompt: list[int], reply: dict[str, Any], salt: str, choice: int = 0) -> bool:
@@ -110,30 +104,6 @@ def test_an_unreachable_peer_costs_a_deadline_and_nothing_else(pair: Pair) -> No
         assert exact(pair, prompt, reply, "nobody")
 
     assert gain(pair.decode, ask, {outcome("peer_unreachable"): 1})[outcome("peer_unreachable")] >= 1
-
-
-def test_a_list_of_prompts_through_the_proxy(pair: Pair, proxy: ServerProcess) -> None:
-    prompts = [random_prompt(140, seed=8), random_prompt(210, seed=9)]
-
-    def ask() -> None:
-        reply = complete(proxy.url, prompts, cache_salt="list", **ANSWER)  # type: ignore[arg-type]
-        for choice, prompt in enumerate(prompts):
-            assert exact(pair, prompt, reply, "list", choice)
-
-    moved = sum(len(prompt) - 1 for prompt in prompts)
-    assert gain(pair.decode, ask, {TOKENS_VERIFIED: moved})[TOKENS_VERIFIED] == moved
-
-
-def test_several_samples_share_one_lease(pair: Pair, proxy: ServerProcess) -> None:
-    prompt = random_prompt(170, seed=10)
-
-    def ask() -> None:
-        sampled = ANSWER | {"n": 3, "temperature": 0.8, "seed": 5}
-        reply = complete(proxy.url, prompt, cache_salt="samples", **sampled)
-        want = pair.single(prompt, "samples", **sampled)
-        assert [tokens(reply, choice) for choice in range(3)] == [tokens(want, choice) for choice in range(3)]
-
-    assert gain(pair.decode, ask, {TOKENS_VERIFIED: len(prompt) - 1})[TOKENS_VERIFIED] >= len(prompt) - 1
 
 
 def test_a_list_of_prompts_through_the_vllm_router(pair: Pair) -> None:
