@@ -100,13 +100,17 @@ class PrefillWorker:
     """What a prefill rank has: KV, lease words, and a transport that serves both."""
 
     def __init__(
-        self, layout: EngineLayout, seed: int, serve: Callable[[MemoryRange, MemoryRange], ServeTransport]
+        self,
+        layout: EngineLayout,
+        seed: int,
+        serve: Callable[[MemoryRange, MemoryRange], ServeTransport],
+        boot_word: int = BOOT_WORD,
     ) -> None:
         self.memory = Memory(layout, seed)
         self._table = np.zeros(layout.num_blocks, dtype=np.uint64)
-        self.words = LeaseWords(self._table, BOOT_WORD, lambda: None)
+        self.words = LeaseWords(self._table, boot_word, lambda: None)
         self.transport = serve(self.memory.region, range_of(self._table))
-        self.served = ServedRank(self.transport.remote_memory, BOOT_WORD)
+        self.served = ServedRank(self.transport.remote_memory, boot_word)
 
     @classmethod
     def in_memory(cls, fabric: MemoryFabric, layout: EngineLayout, seed: int = 1) -> "PrefillWorker":

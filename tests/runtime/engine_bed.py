@@ -34,17 +34,24 @@ class Clock:
         return self.now
 
 
-def make_prefill_side(description: EngineDescription, address: Address) -> PrefillSide:
-    """The prefill half of an engine whose workers are only described."""
-    layout = description.layout
-    words = MemoryRange(1 << 20, 8 * layout.num_blocks)
-    ranks = tuple(
-        ServedRank(RemoteMemory(f"agent-{rank}", b"metadata", MemoryRange(4096, layout.region_bytes), words), BOOT_WORD)
+def described_ranks(description: EngineDescription) -> tuple[ServedRank, ...]:
+    """Workers that nobody will read from."""
+    words = MemoryRange(1 << 20, 8 * description.layout.num_blocks)
+    region = MemoryRange(4096, description.layout.region_bytes)
+    return tuple(
+        ServedRank(RemoteMemory(f"agent-{rank}", b"metadata", region, words), BOOT_WORD)
         for rank in range(description.num_ranks)
     )
+
+
+def make_prefill_side(
+    description: EngineDescription, address: Address, ranks: tuple[ServedRank, ...] = ()
+) -> PrefillSide:
+    """The prefill half of an engine; by default its workers are only described."""
+    layout = description.layout
     policy = LeasePolicy(UNCLAIMED_SECONDS, RENEWED_SECONDS, MAX_SECONDS, max_pool_fraction=0.5)
     leases = LeaseBook(policy, layout.num_blocks, layout.num_blocks, description.num_ranks)
-    return PrefillSide(description, ranks, leases, address)
+    return PrefillSide(description, ranks or described_ranks(description), leases, address)
 
 
 def make_decode_side(description: EngineDescription, is_allowed=lambda address: True) -> DecodeSide:

@@ -38,6 +38,7 @@ from tests.runtime.engine_bed import (
     TABLES,
     UNCLAIMED_SECONDS,
     Engines,
+    described_ranks,
     make_decode_side,
     make_prefill_side,
     remote_prefill,
@@ -329,13 +330,8 @@ def test_a_hostile_reply_ends_in_a_rejection_for_a_while(engines):
     engines.pass_time(REJECTION_SECONDS)
     decoder.greet(address)
     drain(server)
-    server.send_reply(origin, encode(Welcome(engine(engines.layout), served(engines), b"key")))
+    server.send_reply(origin, encode(Welcome(engine(engines.layout), described_ranks(engine(engines.layout)), b"key")))
     eventually("the welcome", lambda: decoder.take_orders().connects)
-
-
-def served(engines):
-    side = make_prefill_side(engine(engines.layout), ELSEWHERE)
-    return side.answer(Hello(engine(engines.layout)), 0.0).ranks
 
 
 def origin_of(server):
@@ -355,7 +351,7 @@ def drain(server):
 def test_a_reply_from_an_address_that_nobody_asked_is_ignored(engines):
     scripted = ScriptedSideChannel()
     decoder = engines.decode(scripted)
-    welcome = Welcome(engine(engines.layout), served(engines), b"key")
+    welcome = Welcome(engine(engines.layout), described_ranks(engine(engines.layout)), b"key")
     for message in (welcome, Refused("no"), Renewed((LeaseId("x"),)), Hello(engine(engines.layout))):
         scripted.arrive(ReplyReceived(ELSEWHERE, encode(message)))
     scripted.arrive(ReplyReceived(ELSEWHERE, b"junk"))
@@ -371,7 +367,7 @@ def test_a_second_welcome_changes_nothing(engines):
     decoder.greet(ELSEWHERE)
     origin = origin_of(server)
     for key in (b"first", b"second"):
-        server.send_reply(origin, encode(Welcome(engine(engines.layout), served(engines), key)))
+        server.send_reply(origin, encode(Welcome(engine(engines.layout), described_ranks(engine(engines.layout)), key)))
     server.send_reply(origin, b"barrier")
     eventually("the barrier", lambda: decoder.collect() and decoder.outcomes[Outcome.MESSAGE_MALFORMED])
     assert [connect.welcome.grant_key for connect in decoder.take_orders().connects] == [b"first"]
@@ -459,7 +455,7 @@ def test_a_handshake_whose_connection_breaks_is_repeated(engines):
 
 def test_a_peer_that_no_worker_has_heard_of_is_neither_connected_nor_retired(engines):
     side = make_decode_side(engine(engines.layout))
-    welcome = Welcome(engine(engines.layout), served(engines), b"key")
+    welcome = Welcome(engine(engines.layout), described_ranks(engine(engines.layout)), b"key")
     for _ in range(3):
         side.greet([ELSEWHERE], 0.0)
         side.receive(ELSEWHERE, welcome, 0.0)
