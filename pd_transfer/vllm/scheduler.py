@@ -134,6 +134,9 @@ class SchedulerHalf:
     def new_request(self, request: Request) -> None:
         """A request was queued: split it, or begin to prepare its read."""
         params = parse_params(request.kv_transfer_params)
+        if not isinstance(request.kv_transfer_params, dict):
+            # vLLM looks into them next, and what it raises ends the engine; ``vllm_xargs`` lets clients send anything.
+            request.kv_transfer_params = None
         match params:
             case RemoteDecode() if self._serves:
                 self._prepare_hand_off(request)

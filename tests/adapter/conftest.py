@@ -1,5 +1,6 @@
 """The adapter's tests: vLLM's real scheduler and KV cache layout, no weights, no engine process."""
 
+import logging
 import os
 
 import pytest
@@ -30,3 +31,15 @@ def lab(model_folder):
     lab = Lab(Settings(model=model_folder))
     yield lab
     lab.close()
+
+
+@pytest.fixture
+def log(caplog):
+    """Our log lines; the connector sends them where vLLM's go, which pytest does not see."""
+    logger = logging.getLogger("pd_transfer")
+    level, handlers = logger.level, list(logger.handlers)
+    logger.handlers = [caplog.handler]
+    logger.setLevel(logging.INFO)
+    yield caplog
+    logger.handlers = handlers
+    logger.setLevel(level)

@@ -5,7 +5,7 @@ token that is sampled. A block that was not filled, was filled with another prom
 therefore noticed wherever it is used.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -121,6 +121,15 @@ class FakeRunner:
                 sampled[request_id] = [request.tokens[-1]]
         return sampled
 
+    def fill(self, tables: Sequence[list[int]], tokens: list[int], count: int) -> None:
+        """Write the KV of the first tokens wherever a request's tables have a block for it, as a load does."""
+        hashes = np.array(prefix_hashes(tokens), dtype=np.uint64)
+        for group, sites in enumerate(self.groups):
+            size = self.block_sizes[group]
+            positions = [position for position in range(count) if tables[group][position // size]]
+            for site in sites:
+                self._write(site, tables[group], size, hashes, positions)
+
     def _update(self, output: SchedulerOutput) -> None:
         for request_id in output.finished_req_ids:
             self.requests.pop(request_id, None)
@@ -141,7 +150,9 @@ class FakeRunner:
                     table.extend(more)
             request.num_computed = cached.num_computed_tokens[index]
 
-    def _write(self, site: LayerSite, table: list[int], size: int, hashes: np.ndarray, positions: range) -> None:
+    def _write(
+        self, site: LayerSite, table: list[int], size: int, hashes: np.ndarray, positions: Sequence[int]
+    ) -> None:
         at = np.asarray(positions)
         blocks = np.asarray(table)[at // size]
         assert (blocks > 0).all(), f"{site.name} has no block for its new tokens"

@@ -6,6 +6,7 @@ between processes is pickled.
 """
 
 import json
+import logging
 import pickle
 import threading
 import time
@@ -220,6 +221,8 @@ class Engine:
     def held(self) -> dict[str, object]:
         """All that is still held."""
         held: dict[str, object] = {level: count for level, count in self.levels.items() if count}
+        if num_transfers := sum(pulling.num_outstanding() for pulling in self.outside.pulling):
+            held["transfers"] = num_transfers
         if self.scheduler.requests:
             held["requests"] = sorted(self.scheduler.requests)
         if self.num_free_blocks != self.num_free_at_start:
@@ -243,10 +246,24 @@ class Engine:
             worker.connector.shutdown()
 
 
+class InternalErrors(logging.Handler):
+    """What the connector contained and logged as a bug of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info or "internal error" in record.getMessage():
+            self.messages.append(self.format(record))
+
+
 class Lab:
     """The engines of one test and the network between them."""
 
     def __init__(self, default_settings: Settings) -> None:
+        self.errors = InternalErrors()
+        logging.getLogger("pd_transfer").addHandler(self.errors)
         self.network = MemoryNetwork()
         self.fabric = LockedFabric()
         self._default = default_settings
@@ -316,10 +333,11 @@ class Lab:
             self.settle()
             for engine in self.engines.values():
                 assert not engine.levels or set(engine.levels) == {level.value for level in Level}
-                assert not any(pulling.num_outstanding() for pulling in engine.outside.pulling)
         finally:
             for engine in self.engines.values():
                 engine.close()
+            logging.getLogger("pd_transfer").removeHandler(self.errors)
+        assert not self.errors.messages
         alive = [thread.name for thread in threading.enumerate() if thread.name.startswith("pd-transfer")]
         assert not alive
 
