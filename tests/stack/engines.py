@@ -23,7 +23,7 @@ from typing import Any, Self
 import requests
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-START_SECONDS = 180.0
+START_SECONDS = 300.0
 STOP_SECONDS = 20.0
 
 PREFILL_ROLE, DECODE_ROLE, BOTH_ROLES = "kv_producer", "kv_consumer", "kv_both"
@@ -92,6 +92,10 @@ class ServerProcess:
     def pid(self) -> int:
         """The id of the process that was started; its children are in the same process group."""
         return self._process.pid
+
+    def metrics(self) -> dict[str, float]:
+        """The server's counters and gauges, by name and distinguishing labels; see ``parse_metrics``."""
+        return parse_metrics(requests.get(self.url + "/metrics", timeout=10).text)
 
     def log_tail(self, num_lines: int = 15) -> str:
         """The end of the log."""
@@ -177,10 +181,6 @@ class Engine(ServerProcess):
         """Post one completion request and return the reply; greedy, with token ids as keys. Raises on an HTTP error."""
         return complete(self.url, prompt, **fields)
 
-    def metrics(self) -> dict[str, float]:
-        """Our counters and gauges, and vLLM's own, by name and (one) distinguishing label."""
-        return parse_metrics(requests.get(self.url + "/metrics", timeout=10).text)
-
     def step(self) -> None:
         """Make the engine step once: an idle engine neither frees retired blocks nor refreshes its gauges."""
         self.complete([7, 8, 9], max_tokens=1, cache_salt=f"step-{time.monotonic_ns()}")
@@ -197,10 +197,14 @@ class Proxy(ServerProcess):
         super().__init__("proxy", command, port, logs)
 
 
+def completion_body(prompt: Sequence[int] | str, **fields: Any) -> dict[str, Any]:
+    """A greedy completion request that answers with token ids as keys."""
+    return {"model": "model", "prompt": prompt, "temperature": 0, "return_tokens_as_token_ids": True, **fields}
+
+
 def complete(url: str, prompt: Sequence[int] | str, **fields: Any) -> dict[str, Any]:
-    """Post one greedy completion request to an engine or a proxy and return the reply."""
-    body = {"model": "model", "prompt": prompt, "temperature": 0, "return_tokens_as_token_ids": True, **fields}
-    reply = requests.post(url + "/v1/completions", json=body, timeout=120)
+    """Post one completion request to an engine or a proxy and return the reply."""
+    reply = requests.post(url + "/v1/completions", json=completion_body(prompt, **fields), timeout=120)
     reply.raise_for_status()
     answer: dict[str, Any] = reply.json()
     return answer

@@ -1,11 +1,14 @@
 """Compares answers bit for bit: log probabilities keyed by token id, one dictionary per generated token."""
 
+import json
 import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.stack.engines import complete
+import requests
+
+from tests.stack.engines import complete, completion_body
 
 TOP_LOGPROBS = 20
 HAND_OFF_REQUEST = {
@@ -36,6 +39,16 @@ def hand_off(prefill_url: str, prompt: Sequence[int], **fields: Any) -> dict[str
 def generated(reply: Mapping[str, Any], choice: int = 0) -> list[dict[str, float]]:
     """The top log probabilities of every generated token of a choice."""
     return [dict(top) for top in reply["choices"][choice]["logprobs"]["top_logprobs"]]
+
+
+def stream_generated(url: str, prompt: Sequence[int], **fields: Any) -> list[dict[str, float]]:
+    """The same of a streamed answer."""
+    body = completion_body(prompt, stream=True, **fields)
+    with requests.post(url + "/v1/completions", json=body, stream=True, timeout=120) as reply:
+        reply.raise_for_status()
+        lines = [line.removeprefix(b"data: ") for line in reply.iter_lines() if line.startswith(b"data: {")]
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    return [dict(top) for choice in choices if choice["logprobs"] for top in choice["logprobs"]["top_logprobs"]]
 
 
 def tokens(reply: Mapping[str, Any], choice: int = 0) -> list[str]:
