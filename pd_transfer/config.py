@@ -62,19 +62,22 @@ def load_config(extra: Mapping[str, Any], environment: Mapping[str, str], data_p
     if "side_channel_host" not in values and HOST_VARIABLE in environment:
         values["side_channel_host"] = environment[HOST_VARIABLE]
     if "side_channel_port" not in values and PORT_VARIABLE in environment:
-        values["side_channel_port"] = _port_from(environment[PORT_VARIABLE], data_parallel_rank)
+        values["side_channel_port"] = _port_from(environment[PORT_VARIABLE])
     try:
         config = msgspec.convert(values, PdConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"kv_connector_extra_config: {error}") from error
+    if config.side_channel_port:
+        # The engines of one host share their settings, and each needs a port of its own.
+        config = msgspec.structs.replace(config, side_channel_port=config.side_channel_port + data_parallel_rank)
     _check(config)
     return config
 
 
-def _port_from(text: str, data_parallel_rank: int) -> int:
+def _port_from(text: str) -> int:
     if not _is_number(text):
         raise ConfigError(f"{PORT_VARIABLE} is {text!r}, not a port number")
-    return int(text) + data_parallel_rank
+    return int(text)
 
 
 def _is_number(text: str) -> bool:
@@ -91,18 +94,14 @@ def _check(config: PdConfig) -> None:
             raise ConfigError(f"{name} is {value}; use more than 0 and less than 86400 seconds")
     if not 0 < config.lease_max_pool_fraction <= 1:
         raise ConfigError(f"lease_max_pool_fraction is {config.lease_max_pool_fraction}; use more than 0 and at most 1")
-    for peer in config.peers:
-        parse_host_port(peer)
-    if not config.insecure:
-        for setting, host in (
-            ("side_channel_host", config.side_channel_host),
-            ("advertise_host", config.advertise_host),
-        ):
-            if host and not is_loopback(host):
-                raise ConfigError(
-                    f"{setting} is {host}, which is not the loopback, and the side channel has no keys: "
-                    "set 'insecure': true to accept that anyone who reaches the port can read KV"
-                )
+    hosts = [("side_channel_host", config.side_channel_host), ("advertise_host", config.advertise_host)]
+    hosts += [("peers", parse_host_port(peer)[0]) for peer in config.peers]
+    for setting, host in hosts:
+        if host and not config.insecure and not is_loopback(host):
+            raise ConfigError(
+                f"{setting} is {host}, which is not the loopback, and the side channel has no keys: "
+                "set 'insecure': true to accept that anyone who reaches the port can read KV"
+            )
 
 
 def parse_host_port(text: str) -> tuple[str, int]:

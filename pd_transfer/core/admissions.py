@@ -293,7 +293,9 @@ class AdmissionBook:
         lease.users.discard(admission.request_id)
         if not lease.users:
             del self._leases[lease_id]
-            actions.extend(self._send_release(lease_id, lease.address, now))
+            # A forged grant is no reason to end somebody's lease.
+            if not isinstance(event, Declined) or event.outcome is not Outcome.GRANT_FORGED:
+                actions.extend(self._send_release(lease_id, lease.address, now))
         return actions
 
     def _leave_peer(self, admission: Admission, now: float) -> list[AdmissionAction]:

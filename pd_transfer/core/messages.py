@@ -12,6 +12,7 @@ from pd_transfer.core.params import EngineId, LeaseId
 PROTOCOL_VERSION = 1
 """History. 1: Hello, Welcome, Refused, Renew, Renewed, Release, Released."""
 MAX_LEASES_PER_MESSAGE = 1024
+_MAX_LOGGED_CHARS = 500
 
 
 class ModelIdentity(msgspec.Struct, frozen=True):
@@ -116,6 +117,11 @@ def decode(payload: bytes) -> Message | Malformed:
     if isinstance(message, Renew | Release) and len(message.lease_ids) > MAX_LEASES_PER_MESSAGE:
         return Malformed(f"{len(message.lease_ids)} leases in one message, at most {MAX_LEASES_PER_MESSAGE}")
     return message
+
+
+def printable(text: str) -> str:
+    """A peer's text, fit for a log line: short, and with no line breaks of its own."""
+    return repr(text[:_MAX_LOGGED_CHARS])
 
 
 def incompatibility(local: EngineDescription, remote: EngineDescription) -> str | None:

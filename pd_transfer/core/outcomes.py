@@ -20,6 +20,8 @@ class Outcome(StrEnum):
     HELLO_WELCOMED = "hello_welcomed"
     HELLO_REFUSED = "hello_refused"
     MESSAGE_MALFORMED = "message_malformed"
+    MESSAGE_DROPPED = "message_dropped"
+    """The side channel could not deliver it, or took it for junk."""
     # Decode: requests whose params could not be used; the prompt is computed locally.
     PARAMS_INVALID = "params_invalid"
     GRANT_MALFORMED = "grant_malformed"
@@ -30,7 +32,9 @@ class Outcome(StrEnum):
     """Prefill has restarted since it sealed the grant."""
     GRANT_USED = "grant_used"
     GRANT_EXPIRED = "grant_expired"
+    HANDSHAKE_TIMED_OUT = "handshake_timed_out"
     PEER_UNREACHABLE = "peer_unreachable"
+    """A request waited for a handshake that failed."""
     PEER_REFUSED = "peer_refused"
     PEER_NOT_ALLOWED = "peer_not_allowed"
     # Decode: requests that needed no read.
@@ -62,7 +66,7 @@ class Quantity(StrEnum):
 
 
 class Level(StrEnum):
-    """What is held at this moment. All of them are zero on an idle engine."""
+    """What is held at this moment. All of them are zero on an idle engine that has stepped since its last request."""
 
     LEASES = "leases"
     LEASED_BLOCKS = "leased_blocks"

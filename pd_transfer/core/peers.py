@@ -14,7 +14,16 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from pd_transfer.core.machine import Story, TransitionTable
-from pd_transfer.core.messages import EngineDescription, Hello, Message, Refused, Request, Welcome, invalid_welcome
+from pd_transfer.core.messages import (
+    EngineDescription,
+    Hello,
+    Message,
+    Refused,
+    Request,
+    Welcome,
+    invalid_welcome,
+    printable,
+)
 from pd_transfer.core.outcomes import Outcome, Outcomes
 from pd_transfer.core.params import Address, PeerKey
 
@@ -187,7 +196,7 @@ class PeerBook:
             return []
         if peer.state is PeerState.HANDSHAKING:
             if isinstance(message, Refused):
-                return self._reject(peer, f"refused by the peer: {message.reason}", now)
+                return self._reject(peer, f"refused by the peer: {printable(message.reason)}", now)
             return self._judge(peer, message, now) if isinstance(message, Welcome) else []
         if not isinstance(message, Welcome) or peer.welcome is None or _is_same_boot(peer.welcome, message):
             return []
@@ -271,7 +280,7 @@ class PeerBook:
                 peer.advance(HandshakeTimedOut(), now)
                 peer.reason = f"no answer from {peer.address} within {self._policy.handshake_seconds} s"
                 peer.deadline = now + self._policy.backoff_seconds
-                self.outcomes[Outcome.PEER_UNREACHABLE] += 1
+                self.outcomes[Outcome.HANDSHAKE_TIMED_OUT] += 1
             else:
                 del self._current[peer.address]
 

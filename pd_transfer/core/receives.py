@@ -7,12 +7,11 @@ word makes it good. A transfer cannot be aborted: a receive that failed or is no
 At most one transfer of a receive is outstanding, so events and actions name the request.
 """
 
-from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from pd_transfer.core.machine import Story, TransitionTable
-from pd_transfer.core.outcomes import Outcome, Outcomes
+from pd_transfer.core.outcomes import Outcome
 from pd_transfer.core.params import PeerKey, RequestId
 from pd_transfer.core.plan import ReadPlan, Uncovered
 
@@ -184,7 +183,6 @@ class ReceiveBook:
     def __init__(self, policy: ReceivePolicy) -> None:
         self._policy = policy
         self._receives: dict[RequestId, Receive] = {}
-        self.outcomes: Outcomes = Counter()
 
     def start(self, request: ReceiveRequest, now: float) -> list[ReceiveAction]:
         """Begin a receive. Raises ValueError when the request has one already."""
@@ -249,7 +247,6 @@ class ReceiveBook:
 
     def _report(self, receive: Receive, outcome: Outcome, reason: str, now: float) -> list[ReceiveAction]:
         del self._receives[receive.request.request_id]
-        self.outcomes[outcome] += 1
         return [ReportReceive(receive.request, outcome, reason, now - receive.started_at)]
 
     def pass_time(self, now: float) -> list[ReceiveAction]:
@@ -264,7 +261,6 @@ class ReceiveBook:
                 self._lose(receive, DeadlinePassed(), Outcome.RECEIVE_TIMED_OUT, reason, now)
         if not stuck:
             return []
-        self.outcomes[Outcome.AGENT_REBUILT] += 1
         return [RebuildAgent(f"a transfer did not end within {self._policy.drain_seconds} s: {stuck}")]
 
     def uses(self, peer: PeerKey) -> bool:

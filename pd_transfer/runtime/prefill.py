@@ -23,6 +23,7 @@ from pd_transfer.core.messages import (
     ServedRank,
     Welcome,
     incompatibility,
+    printable,
 )
 from pd_transfer.core.outcomes import Level, Outcome, Outcomes
 from pd_transfer.core.params import Address, Grant, LeaseId, RequestId, hand_off_params, seal_grant
@@ -102,7 +103,7 @@ class PrefillSide:
         if reason is None:
             self.outcomes[Outcome.HELLO_WELCOMED] += 1
             return self._welcome
-        logger.warning("decode engine %s is refused: %s", engine.engine_id, reason)
+        logger.warning("decode engine %s is refused: %s", printable(engine.engine_id), printable(reason))
         self.outcomes[Outcome.HELLO_REFUSED] += 1
         return Refused(reason)
 

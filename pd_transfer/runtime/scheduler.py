@@ -51,6 +51,7 @@ class SchedulerRuntime:
         self._lock = threading.Lock()
         self._closing = False
         self._num_internal_errors = 0
+        self._num_dropped_before = 0
         self._thread = threading.Thread(target=self._run, name="pd-transfer-side-channel", daemon=True)
 
     def start(self) -> None:
@@ -78,6 +79,9 @@ class SchedulerRuntime:
         with self._lock:
             collected.outcomes[Outcome.INTERNAL_ERROR] += self._num_internal_errors
             self._num_internal_errors = 0
+            num_dropped = self._side_channel.num_dropped
+            collected.outcomes[Outcome.MESSAGE_DROPPED] += num_dropped - self._num_dropped_before
+            self._num_dropped_before = num_dropped
             if self._prefill is not None:
                 for counter in (self._prefill.outcomes, self._prefill.leases.outcomes):
                     collected.outcomes.update(counter)

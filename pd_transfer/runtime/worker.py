@@ -110,7 +110,9 @@ class PullLoop:
             try:
                 self.carry_out(order, now)
             except Exception:
-                logger.exception("internal error in %s: every receive fails and the agent is rebuilt", type(order).__name__)
+                logger.exception(
+                    "internal error in %s: every receive fails and the agent is rebuilt", type(order).__name__
+                )
                 self.fail_everything(now)
                 if isinstance(order, StartReceive):
                     self.refuse(order, _INTERNAL_ERROR)

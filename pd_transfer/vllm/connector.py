@@ -56,11 +56,12 @@ def contained(fallback: Callable[[], object]) -> Callable[[Method], Method]:
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
-        def contained_method(*args: object, **kwargs: object) -> object:
+        def contained_method(self: "PdConnector", *args: object, **kwargs: object) -> object:
             try:
-                return method(*args, **kwargs)
+                return method(self, *args, **kwargs)
             except Exception:
                 logger.exception("internal error in %s, please report it; the engine goes on", method.__name__)
+                self.count_internal_error()
                 return fallback()
 
         return cast("Method", contained_method)
@@ -115,6 +116,12 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     def _as_worker(self) -> WorkerHalf:
         assert self._worker is not None
         return self._worker
+
+    def count_internal_error(self) -> None:
+        """An exception was contained: it appears in the metrics with the next step."""
+        half = self._scheduler or self._worker
+        if half is not None:
+            half.num_internal_errors += 1
 
     # Class-level questions.
 

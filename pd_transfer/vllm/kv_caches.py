@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from pd_transfer.core.layout import EngineLayout, GroupLayout, LayerLayout, MemoryKind, MemoryRange
 from pd_transfer.errors import UnsupportedError
@@ -66,6 +67,11 @@ def engine_layout(config: KVCacheConfig, region_bytes: int, packing: str) -> Eng
     ``packing`` names how a backend arranges the bytes inside a page; it is part of every layer's fingerprint.
     """
     check_groups(config)
+    if config.kv_cache_layout is not None and not KVCacheLayout[config.kv_cache_layout].is_block_compact:
+        raise UnsupportedError(
+            f"KV cache layout {config.kv_cache_layout} spreads a block's bytes; pd_transfer reads whole blocks. "
+            "Unset VLLM_KV_CACHE_LAYOUT, or set it to LBHNC; see docs/limits.md."
+        )
     places = {
         name: (tensor.offset + index * tensor.layer_stride, tensor.block_stride)
         for tensor in config.kv_cache_tensors

@@ -63,6 +63,7 @@ class SchedulerHalf:
         self._runtime: SchedulerRuntime | None = None
         self._split: set[str] = set()
         self._last_levels: dict[Level, int] = {}
+        self.num_internal_errors = 0
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """The pool whose blocks leases hold references on."""
@@ -119,10 +120,9 @@ class SchedulerHalf:
         config = self._config
         peers = PeerBook(PeerPolicy(config.handshake_seconds, config.backoff_seconds, config.rejection_seconds), engine)
         renewal_seconds = min(config.lease_renewal_seconds, config.lease_unclaimed_seconds) / _RENEWALS_PER_PERIOD
-        known = {Address(*parse_host_port(peer)) for peer in config.peers}
 
         def is_allowed(address: Address) -> bool:
-            return config.insecure or address in known or is_loopback(address.host)
+            return config.insecure or is_loopback(address.host)
 
         return DecodeSide(peers, AdmissionBook(peers, renewal_seconds, config.lease_max_seconds), is_allowed)
 
@@ -265,6 +265,8 @@ class SchedulerHalf:
     def stats(self) -> PdStats | None:
         """What was counted since the last call; None when nothing was and the levels are the same."""
         collected = self._running.collect()
+        collected.outcomes[Outcome.INTERNAL_ERROR] += self.num_internal_errors
+        self.num_internal_errors = 0
         levels = {level: collected.levels[level] for level in Level}
         if not collected.outcomes.total() and not collected.measured.quantities and levels == self._last_levels:
             return None

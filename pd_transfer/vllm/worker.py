@@ -67,6 +67,7 @@ class WorkerHalf:
         self._pull: PullThread | None = None
         self._report = WorkerReport()
         self._make_fence: Callable[[], Fence] = NoFence
+        self.num_internal_errors = 0
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Register the KV cache with NIXL, in the roles that this engine has."""
@@ -142,6 +143,8 @@ class WorkerHalf:
     def worker_metadata(self) -> PdWorkerMetadata:
         """The report that belongs to the last ``transfer_results``, and the word changes stored since."""
         report, self._report = self._report, WorkerReport()
+        report.outcomes[Outcome.INTERNAL_ERROR] += self.num_internal_errors
+        self.num_internal_errors = 0
         if self._serving is not None:
             report.confirmed.update(self._serving.words.take_confirmed())
         return PdWorkerMetadata(report)
