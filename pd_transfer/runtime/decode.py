@@ -28,7 +28,7 @@ _ADVICE = {
     Outcome.RECEIVE_TIMED_OUT: "check the network and the prefill engine, or raise read_seconds",
     Outcome.PEER_UNREACHABLE: "check that the prefill engine is alive and that its advertise_host is reachable",
     Outcome.PEER_REFUSED: "both engines must serve the same model with the same KV cache settings",
-    Outcome.PEER_NOT_ALLOWED: "list the engine in 'peers', or set 'insecure': true",
+    Outcome.PEER_NOT_ALLOWED: "set 'insecure': true on both engines, if the network between them is private",
 }
 
 

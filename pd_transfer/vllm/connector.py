@@ -39,7 +39,7 @@ from vllm.v1.request import Request
 from pd_transfer.config import PdConfig, load_config
 from pd_transfer.errors import ConfigError
 from pd_transfer.vllm import plugin
-from pd_transfer.vllm.kv_caches import check_engine, check_groups
+from pd_transfer.vllm.kv_caches import check_cache, check_engine
 from pd_transfer.vllm.metadata import PdHandshakeMetadata, PdMetadata
 from pd_transfer.vllm.metrics import PdPromMetrics, PdStats
 from pd_transfer.vllm.parts import Parts, real_parts
@@ -91,7 +91,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         _log_like_vllm()
         check_engine(vllm_config)
-        check_groups(kv_cache_config)
+        check_cache(kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
         config = load_config(extra, environment(), data_parallel_rank(vllm_config))
         self._scheduler: SchedulerHalf | None = None

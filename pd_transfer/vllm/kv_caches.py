@@ -38,8 +38,16 @@ def check_engine(config: VllmConfig) -> None:
             raise UnsupportedError(f"pd_transfer does not support {what}; see docs/limits.md. Switch it off.")
 
 
-def check_groups(config: KVCacheConfig) -> None:
-    """Refuse layer groups that are not plain full or sliding-window attention. Raises UnsupportedError."""
+def check_cache(config: KVCacheConfig) -> None:
+    """Refuse layouts that spread a block, and groups other than plain full or sliding-window attention.
+
+    Raises UnsupportedError.
+    """
+    if config.kv_cache_layout is not None and not KVCacheLayout[config.kv_cache_layout].is_block_compact:
+        raise UnsupportedError(
+            f"KV cache layout {config.kv_cache_layout} spreads a block's bytes; pd_transfer reads whole blocks. "
+            "Unset VLLM_KV_CACHE_LAYOUT, or set it to LBHNC; see docs/limits.md."
+        )
     for index, group in enumerate(config.kv_cache_groups):
         if not group.enable_kv_transfer or group.host_resident:
             raise UnsupportedError(_refusal(index, group, "its cache does not take part in KV transfer"))
@@ -66,12 +74,7 @@ def engine_layout(config: KVCacheConfig, region_bytes: int, packing: str) -> Eng
 
     ``packing`` names how a backend arranges the bytes inside a page; it is part of every layer's fingerprint.
     """
-    check_groups(config)
-    if config.kv_cache_layout is not None and not KVCacheLayout[config.kv_cache_layout].is_block_compact:
-        raise UnsupportedError(
-            f"KV cache layout {config.kv_cache_layout} spreads a block's bytes; pd_transfer reads whole blocks. "
-            "Unset VLLM_KV_CACHE_LAYOUT, or set it to LBHNC; see docs/limits.md."
-        )
+    check_cache(config)
     places = {
         name: (tensor.offset + index * tensor.layer_stride, tensor.block_stride)
         for tensor in config.kv_cache_tensors

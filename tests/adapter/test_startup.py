@@ -66,6 +66,13 @@ def test_a_layer_group_that_is_not_supported_is_named(config, odd, reason, role)
     assert "docs/limits.md" in str(caught.value)
 
 
+@pytest.mark.parametrize("layout", ["BHLNC", "LHBNC"])
+def test_a_layout_that_spreads_a_block_is_refused(config, layout):
+    spread = KVCacheConfig(10, [], [group(0, spec=FULL)], kv_cache_layout=layout)
+    with tensor_parallel_rank(0), pytest.raises(UnsupportedError, match=f"{layout} spreads a block's bytes"):
+        KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, spread)
+
+
 def test_supported_groups_are_accepted(config):
     groups = [group(0, spec=FULL), group(1, spec=SlidingWindowSpec(**SHAPE, sliding_window=64))]
     for role in KVConnectorRole:
@@ -171,8 +178,8 @@ def test_found_by_module_path(config, name):
     assert KVConnectorFactory.supports_hma_config(transfer)
     config.kv_transfer_config = transfer
     made = make(config, [group(0, spec=FULL)])
-    assert type(made).__name__ == name
-    assert isinstance(made, connector.PdConnector)
+    # One class under both names: MultiConnector and the metrics know it by the class's name.
+    assert type(made) is connector.PdConnector
     assert type(made).get_required_kvcache_layout(config) == "LBHNC"
     made.shutdown()
 
@@ -202,6 +209,6 @@ def test_after_shutdown_no_grant_is_good(lab):
     prefill.close()
     lab.fabric.let_go()
     lab.finish(decode, "r")
-    assert decode.results["r"].tokens == continuation(PROMPT, 4)
-    assert decode.outcomes == {"receive_failed": 1}
     del lab.engines["p"]
+    assert decode.results["r"].tokens == continuation(PROMPT, 4)
+    assert decode.outcomes["receive_failed"] == 1
