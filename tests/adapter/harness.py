@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -32,7 +31,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from pd_transfer.core.messages import Welcome
 from pd_transfer.core.outcomes import Level
+from pd_transfer.core.params import parse_grant, seal_grant
 from pd_transfer.sidechannel.memory import MemoryNetwork
 from pd_transfer.transport.memory import MemoryFabric
 from tests.adapter.fake_model import FakeRunner
@@ -137,6 +138,7 @@ class Engine:
         self.outcomes: Counter[str] = Counter()
         self.quantities: Counter[str] = Counter()
         self.levels: dict[str, int] = {}
+        self.raw_stats: list[Mapping[str, Any]] = []
         self.reports: list[tuple[KVConnectorOutput, ...]] = []
         self.num_free_at_start = self.num_free_blocks
 
@@ -152,7 +154,7 @@ class Engine:
         self, request_id: str, prompt: Sequence[int], params: object = None, max_tokens: int = 4, **fields: Any
     ) -> Request:
         """A client's request reaches the engine. ``fields`` are vLLM's, of the request or of its sampling."""
-        names = ("cache_salt", "prompt_embeds", "prompt_is_token_ids", "mm_features", "abort_immediately", "priority")
+        names = ("cache_salt", "lora_request", "prompt_embeds", "prompt_is_token_ids", "abort_immediately")
         of_request = {key: fields.pop(key) for key in names if key in fields}
         extra = None if params is None else {"kv_transfer_params": params}
         request = Request(
@@ -209,6 +211,7 @@ class Engine:
                 self._count(told.scheduler_stats.kv_connector_stats)
 
     def _count(self, stats: Mapping[str, Any]) -> None:
+        self.raw_stats.append(stats)
         stats = stats.get(FakeWorldConnector.__name__, stats)
         self.outcomes.update(stats.get("outcomes", {}))
         self.quantities.update(stats.get("quantities", {}))
@@ -342,6 +345,10 @@ class Lab:
         assert not alive
 
 
-def memory_of(engine: Engine, rank: int = 0) -> np.ndarray:
-    """A copy of all KV bytes of one rank."""
-    return engine.workers[rank].memory.copy()
+def resealed(decode: Engine, params: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    """Params whose grant was changed by somebody who has the key of a peer that ``decode`` knows."""
+    answers = decode.outside.side_channels[0].answers
+    key = next(answer.grant_key for answer in answers if isinstance(answer, Welcome))
+    grant = parse_grant(params["grant"]).claimed
+    values = {name: getattr(grant, name) for name in grant.__struct_fields__}
+    return {**params, "grant": seal_grant(type(grant)(**{**values, **changes}), key)}

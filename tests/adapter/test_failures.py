@@ -6,10 +6,10 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from pd_transfer.core.layout import BlockRun
-from pd_transfer.core.messages import Welcome
-from pd_transfer.core.params import parse_grant, seal_grant
+from pd_transfer.core.params import parse_grant
 from tests.adapter.fake_model import continuation, prompt_of
 from tests.adapter.geometry import SINGLE
+from tests.adapter.harness import resealed
 
 pytestmark = pytest.mark.vllm
 
@@ -35,14 +35,6 @@ def expect_failure(lab, decode, policy, request_id="r", prompt=PROMPT):
     decode.step()
     assert decode.num_free_blocks == decode.num_free_at_start
     assert decode.scheduler.requests == {}
-
-
-def resealed(decode, params, **changes):
-    """Params whose grant was changed by somebody who has the peer's key."""
-    key = next(answer.grant_key for answer in decode.outside.side_channels[0].answers if isinstance(answer, Welcome))
-    grant = parse_grant(params["grant"]).claimed
-    values = {name: getattr(grant, name) for name in grant.__struct_fields__}
-    return {**params, "grant": seal_grant(type(grant)(**{**values, **changes}), key)}
 
 
 def test_the_lease_was_over_and_the_blocks_were_used_again(lab, policy):

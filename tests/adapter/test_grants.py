@@ -4,10 +4,14 @@ import base64
 import time
 
 import pytest
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from pd_transfer.core.messages import Release
-from pd_transfer.core.params import parse_grant, seal_grant
+from pd_transfer.core.params import parse_grant, prompt_digest, seal_grant
+from pd_transfer.vllm.prompts import digest_of
 from tests.adapter.fake_model import continuation, prompt_of
+from tests.adapter.harness import resealed
 
 pytestmark = pytest.mark.vllm
 
@@ -76,18 +80,50 @@ def test_only_the_last_token_may_differ(lab, pair):
     assert decode.outcomes == {"receive_verified": 1}
 
 
-@pytest.mark.parametrize(("salt_there", "salt_here"), [(None, "a"), ("a", None), ("a", "b")])
-def test_another_cache_salt_is_another_prompt(lab, pair, salt_there, salt_here):
-    prefill, decode = pair
-    params = lab.hand_off(prefill, PROMPT, cache_salt=salt_there)
-    expect_computed_here(lab, decode, PROMPT, params, "grant_other_prompt", cache_salt=salt_here)
+A, B = {"cache_salt": "a"}, {"cache_salt": "b"}
+LORA, OTHER_LORA = ({"lora_request": LoRARequest(name, 1, "nowhere")} for name in ("a", "b"))
 
 
-def test_the_same_cache_salt_is_the_same_prompt(lab, pair):
+@pytest.mark.parametrize(("there", "here"), [({}, A), (A, {}), (A, B), ({}, LORA), (LORA, {}), (LORA, OTHER_LORA)])
+def test_another_cache_salt_or_adapter_is_another_prompt(lab, pair, there, here):
     prefill, decode = pair
-    params = lab.hand_off(prefill, PROMPT, cache_salt="a")
-    assert lab.decode(decode, PROMPT, params, cache_salt="a").tokens == continuation(PROMPT, 4)
+    params = lab.hand_off(prefill, PROMPT, **there)
+    expect_computed_here(lab, decode, PROMPT, params, "grant_other_prompt", **here)
+
+
+@pytest.mark.parametrize("fields", [A, LORA])
+def test_the_same_cache_salt_or_adapter_is_the_same_prompt(lab, pair, fields):
+    prefill, decode = pair
+    params = lab.hand_off(prefill, PROMPT, **fields)
+    assert lab.decode(decode, PROMPT, params, **fields).tokens == continuation(PROMPT, 4)
     assert decode.outcomes == {"receive_verified": 1}
+
+
+def test_multimodal_inputs_are_part_of_the_prompt(lab, pair):
+    request = pair[1].add("r", PROMPT)
+    digests = []
+    for identifier, offset in [("cat", 10), ("dog", 10), ("cat", 12), ("cat", 95)]:
+        span = PlaceholderRange(offset=offset, length=4)
+        feature = MultiModalFeatureSpec(data=None, modality="image", identifier=identifier, mm_position=span)
+        request.mm_features = [feature]
+        digests.append(digest_of(request, 99))
+    request.mm_features = []
+    assert len({*digests, digest_of(request, 99)}) == 5
+    # What lies behind the tokens that are compared does not matter.
+    request.mm_features = [feature]
+    assert digest_of(request, 95) == prompt_digest(PROMPT[:95], None, None, ())
+    request.mm_features = []
+    lab.finish(pair[1], "r")
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcome"),
+    [({"layout_digest": "x"}, "grant_other_layout"), ({"engine_boot": "x"}, "grant_other_boot")],
+)
+def test_it_is_of_another_life_or_layout_of_the_engine(lab, pair, changes, outcome):
+    prefill, decode = pair
+    params = resealed(decode, lab.hand_off(prefill, PROMPT), **changes)
+    expect_computed_here(lab, decode, PROMPT, params, outcome)
 
 
 def test_params_swapped_between_two_requests(lab, pair):
@@ -150,7 +186,8 @@ def test_it_names_a_peer_that_is_not_allowed(lab, pair, log):
     prefill, decode = pair
     params = {**lab.hand_off(prefill, PROMPT), "remote_host": "192.0.2.7"}
     expect_computed_here(lab, decode, PROMPT, params, "peer_not_allowed")
-    assert "list the engine in 'peers', or set 'insecure': true" in log.text
+    assert "192.0.2.7" in log.text
+    assert "'insecure': true" in log.text
     assert not decode.outside.side_channels[0].asked
 
 

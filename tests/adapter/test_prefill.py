@@ -134,6 +134,14 @@ def test_many_tokens_are_asked_for_and_one_is_made(lab):
     prefill.end_leases()
 
 
+def test_a_prompt_whose_sampled_token_ends_it_is_handed_off_all_the_same(lab):
+    prefill = lab.engine("p")
+    prompt = prompt_of(50)
+    assert lab.hand_off(prefill, prompt, stop_token_ids=[next_token(prompt[:-1])])
+    assert prefill.results["prefill"].finish_reason == "stop"
+    prefill.end_leases()
+
+
 @pytest.mark.parametrize("pipelined", [False, True])
 @pytest.mark.parametrize("max_step_tokens", [32, 100])
 def test_chunked_prefill_hands_off_the_same(lab, max_step_tokens, pipelined):
