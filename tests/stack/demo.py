@@ -77,6 +77,9 @@ class Demo:
             with self.console.status(f"starting {server.name} (log: {server.log_path})"):
                 server.wait_ready()
             self.console.print(f"  {server.name:8} ready after {time.monotonic() - begin:5.1f} s at {server.url}")
+        for engine in (self.prefill, self.decode):
+            # vLLM compiles at the first request for log probabilities; that is no part of a hand-off.
+            engine.complete(random_prompt(3), max_tokens=2, logprobs=TOP_LOGPROBS)
 
     def ask(self, num_tokens: int) -> Row:
         """Send one prompt through the proxy and to the single engine."""
