@@ -27,13 +27,13 @@ def test_no_settings_are_the_defaults():
 
 def test_settings_may_come_as_json_brings_them():
     extra = {
-        "peers": ["10.0.0.5:5600", "[fe80::1]:5600"],
+        "peers": ["127.0.0.5:5600", "[::1]:5600"],
         "read_seconds": 5,
         "nixl_backend_params": {"engine_config": "TLS=tcp"},
         "debug_damage": [1, -1],
     }
     config = load_config(extra, {})
-    assert config.peers == ("10.0.0.5:5600", "[fe80::1]:5600")
+    assert config.peers == ("127.0.0.5:5600", "[::1]:5600")
     assert config.read_seconds == 5.0
     assert config.nixl_backend_params == {"engine_config": "TLS=tcp"}
     assert config.debug_damage == (1, -1)
@@ -50,8 +50,14 @@ def test_the_built_in_connectors_variables_are_understood():
 
 def test_settings_go_before_the_environment():
     extra = {"side_channel_host": "127.0.0.1", "side_channel_port": 7000}
-    config = load_config(extra, {HOST_VARIABLE: "127.0.0.2", PORT_VARIABLE: "junk"}, data_parallel_rank=3)
+    config = load_config(extra, {HOST_VARIABLE: "127.0.0.2", PORT_VARIABLE: "junk"})
     assert (config.side_channel_host, config.side_channel_port) == ("127.0.0.1", 7000)
+
+
+@pytest.mark.parametrize(("port", "expected"), [(7000, 7003), (0, 0)])
+def test_every_data_parallel_rank_has_a_port_of_its_own(port, expected):
+    """Any free port is one already."""
+    assert load_config({"side_channel_port": port}, {}, data_parallel_rank=3).side_channel_port == expected
 
 
 @pytest.mark.parametrize("text", ["", "junk", "-1", "5600.0", " 5600", "²", "9" * 5000])
@@ -145,6 +151,12 @@ def test_beyond_the_loopback_needs_an_explicit_word(setting):
         load_config({setting: "10.0.0.5"}, {})
     assert load_config({setting: "10.0.0.5", "insecure": True}, {})
     assert load_config({setting: "127.0.0.1"}, {})
+
+
+def test_peers_beyond_the_loopback_need_an_explicit_word():
+    with pytest.raises(ConfigError, match=r"peers is 10\.0\.0\.5, .* set 'insecure': true"):
+        load_config({"peers": ["127.0.0.1:5600", "10.0.0.5:5600"]}, {})
+    assert load_config({"peers": ["10.0.0.5:5600"], "insecure": True}, {})
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from pd_transfer.core.messages import (
     encode,
     incompatibility,
     invalid_welcome,
+    printable,
 )
 from tests.core.examples import DECODE_ENGINE, LAYOUT, make_engine, make_layout, make_rank, make_welcome
 
@@ -224,3 +225,9 @@ def test_a_welcome_serves_every_rank_and_the_whole_region():
     memory = msgspec.structs.replace(welcome.ranks[0].memory, region=region)
     short = msgspec.structs.replace(welcome, ranks=(msgspec.structs.replace(welcome.ranks[0], memory=memory),))
     assert invalid_welcome(DECODE_ENGINE, short) == "a served region is shorter than the layout's 51200 bytes"
+
+
+def test_a_peers_text_is_one_short_line_of_a_log():
+    assert printable("no") == "'no'"
+    assert "\n" not in printable("no\nERROR all is lost")
+    assert len(printable("x" * 100_000)) < 600

@@ -132,7 +132,7 @@ def test_answers_that_nobody_waits_for_are_ignored(message):
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (Refused("tensor parallel size differs"), "refused by the peer: tensor parallel size differs"),
+        (Refused("tensor parallel size differs"), "refused by the peer: 'tensor parallel size differs'"),
         (MISFIT, "the model differs: local gemma (config-1), peer gemma (config-2)"),
     ],
 )
@@ -156,7 +156,7 @@ def test_silence_is_answered_with_patience():
     book.pass_time(5)
     peer = book.find(PREFILL)
     assert (peer.state, peer.reason) == (S.BACKING_OFF, "no answer from 10.0.0.1:5600 within 5 s")
-    assert book.outcomes == {Outcome.PEER_UNREACHABLE: 1}
+    assert book.outcomes == {Outcome.HANDSHAKE_TIMED_OUT: 1}
     assert book.next_deadline() == 6
     assert book.greet(PREFILL, 5.9) == []
     assert book.greet(PREFILL, 6) == [HELLO]
