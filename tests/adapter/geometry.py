@@ -51,6 +51,11 @@ SINGLE = layered([Layer()] * 4)
 MIXED_BLOCKS = layered([Layer(64, 16, num_heads=2), Layer(64, 16, num_heads=2), Layer(None, 16, num_heads=1)] * 2)
 """vLLM makes pages equally long: the full layers, with half the heads, get blocks of 32 tokens."""
 
+UNEQUAL_HEADS = layered([Layer(None, num_heads=1), Layer(None, num_heads=2)] * 2)
+"""One group all the same, whose layers have pages of their own."""
+PADDED = layered([Layer(64, num_heads=2), Layer(None, num_heads=3)] * 2)
+"""Pages that no block sizes make equally long: the shorter ones are padded."""
+
 
 @dataclass(frozen=True)
 class Settings:

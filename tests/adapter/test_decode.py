@@ -7,7 +7,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.adapter.fake_model import continuation, prompt_of
-from tests.adapter.geometry import HYBRID, MIXED_BLOCKS, SINGLE, Layer, layered
+from tests.adapter.geometry import HYBRID, MIXED_BLOCKS, PADDED, SINGLE, UNEQUAL_HEADS, Layer, layered
 from tests.adapter.oracle import memory_after, num_bytes, pages_to_read
 
 pytestmark = pytest.mark.vllm
@@ -93,6 +93,9 @@ def test_decoding_goes_on_for_more_than_two_windows(lab, num_tokens):
         {"layers": SINGLE},
         {"layers": HYBRID, "hybrid_manager": False},
         {"layers": MIXED_BLOCKS},
+        {"layers": UNEQUAL_HEADS},
+        {"layers": PADDED},
+        {"layers": layered([Layer(40)] * 3)},
         {"prefix_caching": False},
         {"pipelined": True},
         {"aggregated": False},
@@ -102,8 +105,8 @@ def test_decoding_goes_on_for_more_than_two_windows(lab, num_tokens):
 )
 def test_other_geometries_and_engines(lab, settings):
     prefill, decode = lab.engine("p", **settings), lab.engine("d", **settings)
-    num_groups = {id(HYBRID): 6, id(SINGLE): 1, id(MIXED_BLOCKS): 3}[id(settings.get("layers", HYBRID))]
-    assert len(decode.kv_cache_config.kv_cache_groups) == (num_groups if settings.get("hybrid_manager", True) else 1)
+    several = {id(HYBRID): 6, id(MIXED_BLOCKS): 3, id(PADDED): 2} if settings.get("hybrid_manager", True) else {}
+    assert len(decode.kv_cache_config.kv_cache_groups) == several.get(id(settings.get("layers", HYBRID)), 1)
     lengths = [2, 16, 17, 33, 64, 65, 78, 79, 80, 81, 95, 96, 97, 111, 112, 113, 150]
     for num_tokens in lengths:
         hand_over(lab, prefill, decode, prompt_of(num_tokens, seed=num_tokens), str(num_tokens))

@@ -23,6 +23,7 @@ from pd_transfer.vllm import connector, plugin
 from tests.adapter.fake_model import continuation, prompt_of
 from tests.adapter.geometry import Settings, engine_config
 from tests.adapter.harness import tensor_parallel_rank
+from tests.adapter.outside import FakeWorldConnector
 
 pytestmark = pytest.mark.vllm
 
@@ -149,6 +150,23 @@ def test_a_cache_that_is_not_where_its_configuration_says(lab):
     apart = {**worker.caches, "model.layers.3": worker.caches["model.layers.3"].clone()}
     with tensor_parallel_rank(0), pytest.raises(UnsupportedError, match="lies in 2 storages"):
         worker.connector.register_kv_caches(apart)
+
+
+def test_layers_that_share_anothers_cache_need_nothing(lab):
+    engine = lab.engine("x")
+    FakeWorldConnector.outside = engine.outside
+    with tensor_parallel_rank(0):
+        made = KVConnectorFactory.create_connector(engine.config, KVConnectorRole.WORKER, engine.kv_cache_config)
+        caches = engine.workers[0].caches
+        made.register_kv_caches({**caches, "model.layers.99": caches["model.layers.0"]})
+    described = made.get_handshake_metadata().worker.layout
+    assert described == engine.workers[0].connector.get_handshake_metadata().worker.layout
+    made.shutdown()
+
+
+def test_the_built_in_connectors_port_variable_is_understood(lab, monkeypatch):
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "5731")
+    assert lab.engine("x").address == ("127.0.0.1", 5731)
 
 
 def test_a_producer_and_a_consumer(lab):
