@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from pd_transfer.core.admissions import AbortReceive, AdmissionAction, AdmissionBook, StartReceive, TokensFound
@@ -237,6 +238,10 @@ class Request:
     is_reading: bool = False
     outcomes: dict[int, Outcome] = field(default_factory=dict)
 
+    @property
+    def is_under_way(self) -> bool:
+        return self.is_waiting or self.is_reading
+
 
 @dataclass
 class Transfer:
@@ -441,12 +446,13 @@ class System:
                 worker.orders.append(action)
 
     def arrive(self, at: int, prompt: int | None = None, forger: bytes | None = None) -> RequestId:
-        """A request brings a grant, perhaps one for another prompt, or one that a forger has sealed."""
+        """A request brings a grant, perhaps one for another prompt; a forger writes its own prompt into it."""
         granted_prompt, text = self.grants[at]
-        if forger is not None:
-            text = seal_grant(parse_grant(text).claimed, forger)
         request_id = RequestId(f"request {len(self.requests)}")
         request = Request(granted_prompt if prompt is None else prompt)
+        if forger is not None:
+            grant = parse_grant(text).claimed
+            text = seal_grant(msgspec.structs.replace(grant, prompt_digest=digest(request.prompt)), forger)
         self.requests[request_id] = request
         self.do(self.admissions.arrive(request_id, make_params(text), digest(request.prompt), NUM_TOKENS, self.now))
         return request_id
@@ -468,7 +474,9 @@ class System:
             return
         request.is_waiting = False
         request.tables, request.num_local_tokens = tables, num_local_tokens
-        request.hashed = frozenset(held(table[:num_local_blocks] for table in tables))
+        # The full group may have more of the prompt in its cache than all groups have in common.
+        full, sliding = tables
+        request.hashed = frozenset(held([full[: num_local_blocks and 2], sliding[:num_local_blocks]]))
         for contents in self.pool.contents:
             for block_id in set(held(tables)) - request.hashed:
                 contents[block_id] = SOMEBODY_ELSE

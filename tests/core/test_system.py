@@ -134,6 +134,17 @@ def test_a_stuck_read_ends_with_the_agent():
     assert end(system, request_id) == {Outcome.RECEIVE_TIMED_OUT, Outcome.RECEIVE_VERIFIED}
 
 
+@pytest.mark.parametrize("forger", [None, b"forger"])
+def test_another_prompts_grant_is_not_read(forger):
+    system = System()
+    system.hand_off(prompt=1)
+    system.turn()
+    request_id = system.arrive(-1, prompt=2, forger=forger)
+    system.turn()
+    system.ask(request_id)
+    assert end(system, request_id) == set()
+
+
 def test_an_aborted_read_keeps_its_blocks_until_it_has_drained():
     system = System()
     request_id = reading(system)
@@ -191,8 +202,8 @@ def wrong_grant_comes(system: System, at: int, prompt: int | None, forger: bytes
 
 
 def request_is_aborted(system: System, at: int) -> None:
-    if request_ids := list(system.requests):
-        system.abort(request_ids[-1 - at % len(request_ids)])
+    if under_way := [request_id for request_id, request in system.requests.items() if request.is_under_way]:
+        system.abort(under_way[at % len(under_way)])
 
 
 def transfer_is_stuck_or_fails(system: System, at: int, is_stuck: bool) -> None:
@@ -232,11 +243,16 @@ PROGRESS = st.one_of(
         count=st.integers(0, 4),
     ),
     step(prefill_steps, ranks=st.sampled_from([RANKS, RANKS, (0,), (1,), ()])),
-    step(System.pass_time, seconds=st.sampled_from([0.5, 1, 3, 5, 11, 21])),
+    step(System.pass_time, seconds=st.sampled_from([0.1, 0.5, 1, 3, 11])),
 )
 TROUBLE = st.one_of(
     step(letters_travel, count=st.integers(1, 8), at=AT, fate=st.sampled_from(["arrives twice", "is lost"])),
-    step(wrong_grant_comes, at=AT, prompt=st.sampled_from([None, 1, 2]), forger=st.sampled_from([None, b"forger"])),
+    step(
+        wrong_grant_comes,
+        at=st.integers(0, 2),
+        prompt=st.sampled_from([None, 1, 2, 3]),
+        forger=st.sampled_from([None, b"forger"]),
+    ),
     step(request_is_aborted, at=AT),
     step(transfer_is_stuck_or_fails, at=AT, is_stuck=st.booleans()),
     step(junk_arrives, payload=st.binary(max_size=20)),
@@ -256,14 +272,14 @@ class SystemMachine(RuleBasedStateMachine):
         super().__init__()
         self.system = System(self.checks_words)
 
-    @rule(prompt=st.integers(1, 3), num_samples=st.integers(0, 2))
-    def request_comes(self, prompt, num_samples):
-        """Prefill computes a prompt, and decode hears of it, or never does."""
+    @rule(prompt=st.integers(1, 3), num_samples=st.integers(0, 2), is_mixed_up=st.sampled_from([False] * 4 + [True]))
+    def request_comes(self, prompt, num_samples, is_mixed_up):
+        """Prefill computes a prompt, and decode hears of it, or never does, or with the params of another request."""
         self.system.hand_off(prompt)
         for _ in range(num_samples if self.system.grants else 0):
-            self.system.arrive(-1)
+            self.system.arrive(-1, prompt=prompt % 3 + 1 if is_mixed_up else None)
 
-    @rule(steps=st.lists(PROGRESS, min_size=1, max_size=12))
+    @rule(steps=st.lists(PROGRESS, min_size=5, max_size=20))
     def everything_gets_on(self, steps):
         for take in steps:
             take(self.system)
