@@ -78,6 +78,7 @@ class Settings:
     prefix_caching: bool = True
     retention: int | None = 0
     hybrid_manager: bool = True
+    layout: str = "LBHNC"
     pipelined: bool = False
     aggregated: bool = True
     siblings: tuple[Mapping[str, Any], ...] = ()
@@ -152,8 +153,8 @@ def engine_config(name: str, settings: Settings) -> VllmConfig:
     )
     # The CPU platform switches it off; a GPU engine has it on.
     config.scheduler_config.async_scheduling = settings.pipelined
-    # What vLLM settles with the attention backends, and the connector's wish.
-    config.cache_config.kv_cache_layout = "LBHNC"
+    # What vLLM settles with the attention backends; LBHNC is the connector's wish.
+    config.cache_config.kv_cache_layout = settings.layout
     return config
 
 
