@@ -98,7 +98,7 @@ class BorrowedLease:
 class Admission:
     """One request. ``num_local_tokens`` is what vLLM said it has itself when it last asked.
 
-    ``deadline`` ends the time in which it is kept waiting for its peer, however often that is lost and greeted.
+    ``deadline`` ends the time in which it is kept waiting for its peer. ``is_proven`` once its seal has been checked.
     """
 
     request_id: RequestId
@@ -107,6 +107,7 @@ class Admission:
     deadline: float
     state: AdmissionState = AdmissionState.WAITING
     peer: Peer | None = None
+    is_proven: bool = False
     num_local_tokens: int = 0
     story: Story = field(default_factory=lambda: Story("admission"))
 
@@ -186,7 +187,7 @@ class AdmissionBook:
         sealed = parse_grant(params.grant)
         if isinstance(sealed, str) or sealed.claimed.lease_id in self._leases:
             return []
-        return self._send_release(sealed.claimed.lease_id, params.address, now)
+        return [SendMessage(params.address, Release((sealed.claimed.lease_id,)))]
 
     def ask(
         self, request_id: RequestId, num_local_tokens: int, now: float
@@ -236,6 +237,7 @@ class AdmissionBook:
             return self._decline(admission, Outcome.GRANT_OTHER_LAYOUT, "it was made for another layout", now)
         admission.advance(PeerBecameReady(), now)
         admission.peer = peer
+        admission.is_proven = True
         self._peers.join(peer)
         return []
 
@@ -293,19 +295,16 @@ class AdmissionBook:
         lease.users.discard(admission.request_id)
         if not lease.users:
             del self._leases[lease_id]
+            if admission.is_proven:
+                self._released[lease_id] = now + self._memory_seconds
             # A forged grant is no reason to end somebody's lease.
             if not isinstance(event, Declined) or event.outcome is not Outcome.GRANT_FORGED:
-                actions.extend(self._send_release(lease_id, lease.address, now))
+                actions.append(SendMessage(lease.address, Release((lease_id,))))
         return actions
 
     def _leave_peer(self, admission: Admission, now: float) -> list[AdmissionAction]:
         peer, admission.peer = admission.peer, None
         return [] if peer is None else list(self._peers.leave(peer, now))
-
-    def _send_release(self, lease_id: LeaseId, address: Address, now: float) -> list[AdmissionAction]:
-        self._released.pop(lease_id, None)  # the latest is always last
-        self._released[lease_id] = now + self._memory_seconds
-        return [SendMessage(address, Release((lease_id,)))]
 
     def leases_gone(self, address: Address, lease_ids: Iterable[LeaseId]) -> None:
         """The engine at an address holds these leases no more. Reads under way are judged by their word."""

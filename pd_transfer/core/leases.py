@@ -170,6 +170,10 @@ class LeaseBook:
         lease = self._held[lease_id]
         lease.advance(event, now)
         del self._held[lease_id]
+        for block_id in lease.block_ids:
+            self._holds[block_id] -= 1
+            if not self._holds[block_id]:
+                del self._holds[block_id]
         self._unsent.append(lease)
         self.outcomes[_OUTCOMES[type(event)]] += 1
 
@@ -194,9 +198,7 @@ class LeaseBook:
             lease.advance(WordConfirmed(), now)
             self._generations[lease.slot] = lease.generation + 1
             self._free_slots.append(lease.slot)
-            self._holds.subtract(lease.block_ids)
             dropped.extend(lease.block_ids)
-        self._holds = +self._holds
         return dropped
 
     @property
@@ -211,7 +213,7 @@ class LeaseBook:
 
     @property
     def num_leased_blocks(self) -> int:
-        """Distinct blocks under lease."""
+        """Distinct blocks that may be read; those of leases that are ending are not counted."""
         return len(self._holds)
 
     def next_deadline(self) -> float | None:

@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NewType
+from typing import Annotated, Any, NamedTuple, NewType
 
 import msgspec
 import numpy as np
@@ -122,6 +122,11 @@ def hand_off_params(
     }
 
 
+_ShortText = Annotated[str, msgspec.Meta(max_length=64)]
+_ShortLeaseId = Annotated[LeaseId, msgspec.Meta(max_length=64)]
+"""What a client claims is remembered for a while, so it has to be short."""
+
+
 class Grant(msgspec.Struct, frozen=True, array_like=True):
     """What a decode engine may read, for which prompt, and how it proves that the read was in time.
 
@@ -130,8 +135,8 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
     one life of the prefill engine.
     """
 
-    engine_boot: str
-    lease_id: LeaseId
+    engine_boot: _ShortText
+    lease_id: _ShortLeaseId
     slot: int
     generation: int
     num_tokens: int

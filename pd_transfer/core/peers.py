@@ -242,11 +242,20 @@ class PeerBook:
         return self._lose(peer, now)
 
     def lose_key(self, key: PeerKey, now: float) -> list[PeerAction]:
-        """A worker had trouble with a peer. Trouble with one that retires already changes nothing."""
-        for peer in self._current.values():
-            if peer.key == key:
-                return self._lose(peer, now)
-        return []
+        """A worker had trouble with a peer: it is left alone for a while.
+
+        Its side channel may answer where its memory cannot be reached; greeting it at once would promise tokens to one
+        request after another. Trouble with a peer that retires already changes nothing.
+        """
+        peer = next((peer for peer in self._current.values() if peer.key == key), None)
+        if peer is None:
+            return []
+        actions = self._lose(peer, now)
+        shunned = self._begin(peer.address, now)
+        shunned.state = PeerState.BACKING_OFF
+        shunned.reason = f"reading from {peer.address} failed a moment ago"
+        shunned.deadline = now + self._policy.backoff_seconds
+        return actions
 
     def _lose(self, peer: Peer, now: float) -> list[PeerAction]:
         peer.advance(PeerLost(), now)

@@ -61,6 +61,8 @@ def plan_read(
     Groups are matched by their layers, so the two sides may group layers differently. ``needed[i]`` belongs to
     ``local.groups[i]`` and ``granted[i]`` to ``remote.groups[i]``; the layouts have passed ``layout_mismatch``.
     """
+    if len(needed) != len(local.groups):
+        return Uncovered(f"{len(needed)} groups of blocks are to be filled, this engine has {len(local.groups)}")
     if len(granted) != len(remote.groups):
         return Uncovered(f"the grant lists {len(granted)} groups, the peer has {len(remote.groups)}")
     sites = _layer_sites(remote)

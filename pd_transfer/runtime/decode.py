@@ -17,7 +17,7 @@ from pd_transfer.core.layout import BlockRun
 from pd_transfer.core.messages import Malformed, Message, Refused, Renewed
 from pd_transfer.core.outcomes import Level, Outcome, Outcomes, Quantity
 from pd_transfer.core.params import Address, RemotePrefill, RequestId
-from pd_transfer.core.peers import ConnectPeer, PeerBook, RetirePeer, SendMessage
+from pd_transfer.core.peers import ConnectPeer, PeerBook, PeerState, RetirePeer, SendMessage
 from pd_transfer.runtime.orders import ReceiveResult, StepOrders, WorkerReport
 
 logger = logging.getLogger("pd_transfer.decode")
@@ -88,6 +88,10 @@ class DecodeSide:
         """vLLM has allocated the blocks that the tokens will be loaded into."""
         self._do(self._admissions.allocated(request_id, num_external_tokens, needed, now))
 
+    def fail_load(self, request_id: RequestId, num_tokens: int, now: float) -> None:
+        """A bug of ours: vLLM waits for a load that cannot be ordered. The workers report it as failed."""
+        self._do(self._admissions.allocated(request_id, num_tokens, (), now))
+
     def request_ended(self, request_id: RequestId, now: float) -> None:
         """vLLM has finished or aborted a request."""
         self._do(self._admissions.request_ended(request_id, now))
@@ -138,6 +142,11 @@ class DecodeSide:
                 self._do(self._peers.receive(address, Refused(reason), now))
             case _:
                 self._do(self._peers.receive(address, message, now))
+
+    def is_peer(self, address: Address) -> bool:
+        """Whether an engine at an address is read from, or being greeted."""
+        peer = self._peers.find(address)
+        return peer is not None and peer.state in (PeerState.HANDSHAKING, PeerState.READY)
 
     def connection_lost(self, address: Address, now: float) -> None:
         """The side channel's connection to a peer broke."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pd_transfer.core.layout import BlockRun, block_runs
+from pd_transfer.core.layout import block_runs
 from pd_transfer.core.leases import LeaseBook
 from pd_transfer.core.messages import (
     EngineDescription,
@@ -40,6 +40,10 @@ class FinishedPrompt:
     digest: bytes
     tables: Sequence[Sequence[int]]
 
+    def block_ids(self) -> tuple[int, ...]:
+        """The blocks that a lease keeps, each once."""
+        return tuple(dict.fromkeys(block_id for table in self.tables for block_id in table if block_id))
+
 
 class PrefillSide:
     """Not locked: the owner calls it under the scheduler's lock."""
@@ -55,10 +59,13 @@ class PrefillSide:
         self._layout_digest = engine.layout.digest()
         self.outcomes: Outcomes = Counter()
 
-    def hand_off(self, prompt: FinishedPrompt, now: float) -> tuple[dict[str, Any], tuple[int, ...]] | None:
-        """Params for the router, and the blocks that the caller must take a reference on; None beyond the limits."""
+    def hand_off(self, prompt: FinishedPrompt, now: float) -> dict[str, Any] | None:
+        """Params for the router; None beyond the limits.
+
+        The caller holds a reference on each of the prompt's blocks. With params it becomes the lease's.
+        """
         groups = tuple(block_runs(table) for table in prompt.tables)
-        lease = self._leases.open(LeaseId(secrets.token_hex(16)), _block_ids(groups), now)
+        lease = self._leases.open(LeaseId(secrets.token_hex(16)), prompt.block_ids(), now)
         if lease is None:
             return None
         grant = Grant(
@@ -71,7 +78,7 @@ class PrefillSide:
             layout_digest=self._layout_digest,
             groups=groups,
         )
-        params = hand_off_params(
+        return hand_off_params(
             self._engine.engine_id,
             prompt.request_id,
             self._address,
@@ -79,7 +86,6 @@ class PrefillSide:
             prompt.num_tokens,
             seal_grant(grant, self._grant_key),
         )
-        return params, lease.block_ids
 
     def answer(self, message: Message | Malformed, now: float) -> Reply | None:
         """The reply to whatever a peer sent; None for what deserves none."""
@@ -115,7 +121,3 @@ class PrefillSide:
     def levels(self) -> Counter[Level]:
         """What is held at this moment."""
         return Counter({Level.LEASES: self._leases.num_leases, Level.LEASED_BLOCKS: self._leases.num_leased_blocks})
-
-
-def _block_ids(groups: Sequence[Sequence[BlockRun]]) -> list[int]:
-    return [run.block_id + step for group in groups for run in group for step in range(run.count)]

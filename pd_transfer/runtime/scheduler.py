@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from pd_transfer.core.messages import decode, encode
 from pd_transfer.core.outcomes import Level, Outcome, Outcomes
@@ -19,8 +20,13 @@ from pd_transfer.runtime.decode import DecodeSide, Measured
 from pd_transfer.runtime.prefill import PrefillSide
 from pd_transfer.sidechannel.base import ConnectionLost, Received, ReplyReceived, RequestReceived, SideChannel
 
+if TYPE_CHECKING:
+    from pd_transfer.core.params import Address
+
 logger = logging.getLogger("pd_transfer.scheduler")
 
+_IDLE_SECONDS = 10.0
+"""A connection that is nobody's is kept this long after its last letter."""
 _PAUSE_AFTER_ERROR_SECONDS = 0.1
 """An error that repeats must not burn a core."""
 
@@ -52,6 +58,7 @@ class SchedulerRuntime:
         self._closing = False
         self._num_internal_errors = 0
         self._num_dropped_before = 0
+        self._last_letter: dict[Address, float] = {}
         self._thread = threading.Thread(target=self._run, name="pd-transfer-side-channel", daemon=True)
 
     def start(self) -> None:
@@ -134,9 +141,25 @@ class SchedulerRuntime:
                 mail, self._decode.outbox = self._decode.outbox, []
         for letter in mail:
             self._contain(self._send, letter)
+        self._hang_up(now)
 
     def _send(self, letter: SendMessage) -> None:
         self._side_channel.send_request(letter.address, encode(letter.message))
+        self._last_letter[letter.address] = self._clock()
+
+    def _hang_up(self, now: float) -> None:
+        """Close connections to addresses that are no peers and were not written to for a while.
+
+        Else every engine that ever died would keep one, and get old letters when something else listens there.
+        """
+        for address in [address for address, sent in self._last_letter.items() if sent + _IDLE_SECONDS <= now]:
+            with self._lock:
+                is_peer = self._decode is not None and self._decode.is_peer(address)
+            if is_peer:
+                self._last_letter[address] = now
+            else:
+                del self._last_letter[address]
+                self._side_channel.disconnect(address)
 
     def _timeout(self) -> float | None:
         with self._lock:
@@ -144,6 +167,7 @@ class SchedulerRuntime:
                 return 0.0
             halves = (self._prefill.leases if self._prefill else None, self._decode)
             deadlines = [half.next_deadline() for half in halves if half is not None]
+            deadlines += [sent + _IDLE_SECONDS for sent in self._last_letter.values()]
             earliest = min((deadline for deadline in deadlines if deadline is not None), default=None)
             return None if earliest is None else max(0.0, earliest - self._clock())
 

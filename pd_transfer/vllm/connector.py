@@ -215,6 +215,11 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         """See vLLM."""
         return self._as_scheduler.has_pending_block_frees()
 
+    @contained(lambda: False)
+    def has_pending_push_work(self) -> bool:
+        """Keeps an engine that is awake stepping until its leases have ended; never wakes an idle one."""
+        return self._as_scheduler.has_pending_block_frees()
+
     @contained(_nothing)
     def reset_cache(self) -> bool | None:
         """See vLLM."""

@@ -21,12 +21,15 @@ _NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "architectu
 def config_digest(config: VllmConfig) -> str:
     """16 hex digits over everything that changes what KV means: architecture, dtype, quantization, cache dtype."""
     model = config.model_config
+    rope = [getattr(model.hf_config, name, None) for name in ("rope_scaling", "rope_parameters")]
     settings = {
         "model": _plain(model.hf_config.to_dict()),
         "dtype": str(model.dtype),
         "quantization": model.quantization,
         "cache_dtype": config.cache_config.cache_dtype,
         "load_format": str(config.load_config.load_format) if config.load_config.load_format == "dummy" else "real",
+        # LongRoPE takes other factors when an engine is started for long contexts.
+        "max_model_len": model.max_model_len if "longrope" in json.dumps(rope, default=str) else None,
         "seed": model.seed if config.load_config.load_format == "dummy" else None,
     }
     return _digest(json.dumps(settings, sort_keys=True, default=str).encode())

@@ -52,6 +52,9 @@ def check_cache(config: KVCacheConfig) -> None:
         if not group.enable_kv_transfer or group.host_resident:
             raise UnsupportedError(_refusal(index, group, "its cache does not take part in KV transfer"))
         for spec in _layer_specs(group).values():
+            if getattr(spec, "non_causal", False):
+                # A prompt's first token sees its last one, so the KV of n-1 tokens is not the KV of n tokens.
+                raise UnsupportedError(_refusal(index, group, "its attention is not causal"))
             if type(spec) not in _SUPPORTED_SPECS:
                 reason = f"{type(spec).__name__} is not supported, only FullAttentionSpec and SlidingWindowSpec"
                 raise UnsupportedError(_refusal(index, group, reason))
@@ -101,19 +104,31 @@ def _fingerprint(spec: AttentionSpec, config: KVCacheConfig, packing: str) -> st
         "head_size_v": spec.head_size_v,
         "window": getattr(spec, "sliding_window", None),
         "quant": spec.kv_quant_mode.name,
+        "state_bytes": spec.state_content_size_bytes,
         "layout": config.kv_cache_layout,
         "packing": packing,
     }
     return " ".join(f"{key}={value}" for key, value in parts.items())
 
 
-def packing_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """How this machine's attention backend arranges bytes inside a page.
+def packing_of(config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]) -> str:
+    """How this machine's attention backends arrange bytes inside a page; equal specs do not say it.
 
-    On a CPU vLLM chooses by instruction set, so two machines can differ with equal specs.
+    Backends order K, V and heads in their own ways, and may cut a block into kernel blocks. On a CPU vLLM chooses the
+    arrangement by instruction set.
     """
+    layers = config.compilation_config.static_forward_context
+    backends = {
+        backend.get_name() for name in kv_caches if (backend := getattr(layers.get(name), "attn_backend", None))
+    }
+    cuts = {tensor.shape[0] // kv_cache_config.num_blocks for tensor in kv_caches.values()}
+    parts = [*sorted(backends), f"cut{'+'.join(map(str, sorted(cuts)))}"]
+    return ",".join([*parts, *_cpu_packings(config, kv_cache_config)])
+
+
+def _cpu_packings(config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:
     if not current_platform.is_cpu():
-        return "gpu_interleaved"
+        return []
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     cache_dtype = config.cache_config.cache_dtype
@@ -123,7 +138,7 @@ def packing_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         for spec in _layer_specs(group).values()
         if isinstance(spec, AttentionSpec)
     }
-    return "cpu_" + "+".join(sorted(kinds))
+    return sorted(f"cpu_{kind}" for kind in kinds)
 
 
 def backing_region(kv_caches: Mapping[str, torch.Tensor], layout: EngineLayout) -> MemoryRange:

@@ -15,6 +15,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from pd_transfer.config import PdConfig, advertised_host, bind_host, is_loopback, parse_host_port
 from pd_transfer.core.admissions import AdmissionBook, AskAgain
+from pd_transfer.core.layout import BlockRun
 from pd_transfer.core.leases import LeaseBook, LeasePolicy
 from pd_transfer.core.messages import EngineDescription, ModelIdentity, ServedRank
 from pd_transfer.core.outcomes import Level, Outcome
@@ -31,7 +32,7 @@ from pd_transfer.core.peers import PeerBook, PeerPolicy
 from pd_transfer.core.plan import TableBlock, needed_runs
 from pd_transfer.errors import UnsupportedError
 from pd_transfer.runtime.decode import DecodeSide
-from pd_transfer.runtime.orders import StepOrders, WorkerDescription
+from pd_transfer.runtime.orders import StepOrders, WorkerDescription, WorkerReport
 from pd_transfer.runtime.prefill import FinishedPrompt, PrefillSide
 from pd_transfer.runtime.scheduler import SchedulerRuntime
 from pd_transfer.vllm.identity import config_digest
@@ -167,6 +168,10 @@ class SchedulerHalf:
                 return
             if request.abort_immediately:
                 half.turn_away(params, now)
+            elif reason := why_not_split(request):
+                half.outcomes[Outcome.PARAMS_INVALID] += 1
+                logger.warning("%s: computed here, not loaded: %s", request.request_id, reason)
+                half.turn_away(params, now)
             else:
                 half.arrive(RequestId(request.request_id), params, digest_of(request, num_tokens), num_tokens, now)
 
@@ -186,44 +191,51 @@ class SchedulerHalf:
         with self._running.decode() as (half, now):
             if half is None:
                 return
-            num_local = half.num_local_tokens(request_id)
-            needed = tuple(
-                needed_runs(
-                    [TableBlock(block.block_id, block.block_hash is not None) for block in table],
-                    block_size,
-                    num_local,
-                    num_local + num_external_tokens,
-                )
-                for table, block_size in zip(blocks.blocks, self._block_sizes, strict=True)
-            )
+            try:
+                needed = self._needed(blocks, half.num_local_tokens(request_id), num_external_tokens)
+            except Exception:
+                # vLLM waits for this load from now on, whatever became of it here.
+                half.fail_load(request_id, num_external_tokens, now)
+                raise
             half.allocated(request_id, num_external_tokens, needed, now)
+
+    def _needed(
+        self, blocks: KVCacheBlocks, num_local_tokens: int, num_external_tokens: int
+    ) -> tuple[tuple[BlockRun, ...], ...]:
+        return tuple(
+            needed_runs(
+                [TableBlock(block.block_id, block.block_hash is not None) for block in table],
+                block_size,
+                num_local_tokens,
+                num_local_tokens + num_external_tokens,
+            )
+            for table, block_size in zip(blocks.blocks, self._block_sizes, strict=True)
+        )
 
     def build_metadata(self) -> PdMetadata:
         """The orders of the step that is about to run."""
-        orders = StepOrders()
-        with self._running.decode() as (half, _):
-            if half is not None:
-                orders = half.take_orders()
-        with self._running.prefill() as (half, now):
-            if half is not None:
-                half.leases.expire(now)
-                batch = half.leases.take_word_changes()
-                orders.words = [batch] if batch is not None else []
+        batch = None
+        with self._running.prefill() as (prefill, now):
+            if prefill is not None:
+                prefill.leases.expire(now)
+                batch = prefill.leases.take_word_changes()
+        with self._running.decode() as (decode, _):
+            orders = decode.take_orders() if decode is not None else StepOrders()
+        orders.words = [batch] if batch is not None else []
         return PdMetadata(orders)
 
     def apply_output(self, output: KVConnectorOutput) -> None:
         """What the workers answered to a step."""
         metadata = output.kv_connector_worker_meta
-        if not isinstance(metadata, PdWorkerMetadata):
-            return
+        report = metadata.report if isinstance(metadata, PdWorkerMetadata) else WorkerReport()
         ended = [RequestId(request_id) for request_id in output.finished_recving or ()]
         with self._running.decode() as (half, now):
             if half is not None:
-                half.apply(metadata.report, ended, now)
+                half.apply(report, ended, now)
         freed: list[int] = []
         with self._running.prefill() as (half, now):
             if half is not None:
-                for batch_id, num_ranks in metadata.report.confirmed.items():
+                for batch_id, num_ranks in report.confirmed.items():
                     freed.extend(half.leases.confirm(batch_id, num_ranks, now))
         if freed and self._pool is not None:
             # Later blocks first, so that a shared prefix is evicted last.
@@ -242,13 +254,15 @@ class SchedulerHalf:
             return None
         num_tokens = request.num_prompt_tokens
         prompt = FinishedPrompt(request_id, num_tokens, digest_of(request, num_tokens), block_ids)
+        assert self._pool is not None  # bound when the scheduler was built
+        blocks = [self._pool.blocks[block_id] for block_id in prompt.block_ids()]
+        # The references come before the lease: a lease without them would prove blocks that vLLM has reused.
+        self._pool.touch(blocks)
         with self._running.prefill() as (half, now):
-            handed = half.hand_off(prompt, now) if half is not None else None
-        if handed is None or self._pool is None:
+            params = half.hand_off(prompt, now) if half is not None else None
+        if params is None:
+            self._pool.free_blocks(reversed(blocks))
             logger.warning("%s: no hand-off, too much of the pool is under lease", request.request_id)
-            return None
-        params, leased = handed
-        self._pool.touch([self._pool.blocks[block_id] for block_id in leased])
         return params
 
     def has_pending_block_frees(self) -> bool:
@@ -257,7 +271,7 @@ class SchedulerHalf:
             return half is not None and half.leases.is_retiring
 
     def reset_cache(self) -> None:
-        """Every lease ends; no decode engine will accept what it read under one."""
+        """Every lease ends; once the next step has run, no decode engine accepts what it read under one."""
         with self._running.prefill() as (half, now):
             if half is not None:
                 half.leases.reset(now)

@@ -73,7 +73,7 @@ class WorkerHalf:
         """Register the KV cache with NIXL, in the roles that this engine has."""
         first = next(iter(kv_caches.values()))
         region_bytes = first.untyped_storage().nbytes()
-        packing = packing_of(self._vllm_config, self._kv_cache_config)
+        packing = packing_of(self._vllm_config, self._kv_cache_config, kv_caches)
         layout = engine_layout(self._kv_cache_config, region_bytes, packing)
         region = backing_region(kv_caches, layout)
         if first.device.type == "cuda":

@@ -71,10 +71,10 @@ def test_a_lease_from_beginning_to_end():
     assert lease.block_ids == (5, 6)
     assert (book.num_leases, book.num_leased_blocks, book.is_retiring) == (1, 2, False)
     book.release([A], now=1)
-    assert (book.num_leases, book.num_leased_blocks, book.is_retiring) == (1, 2, True)
+    assert (book.num_leases, book.num_leased_blocks, book.is_retiring) == (1, 0, True)
     batch = book.take_word_changes()
     assert batch == WordBatch(1, (WordChange(lease.slot, lease.generation + 1),))
-    assert (book.num_leases, book.num_leased_blocks, book.is_retiring) == (1, 2, True)
+    assert (book.num_leases, book.num_leased_blocks, book.is_retiring) == (1, 0, True)
     assert book.confirm(1, 1, now=2) == [5, 6]
     assert (book.num_leases, book.num_leased_blocks, book.is_retiring) == (0, 0, False)
     assert [entry.event for entry in lease.story.entries] == ["LeaseReleased", "WordConfirmed"]
@@ -97,8 +97,18 @@ def test_blocks_come_free_when_the_last_rank_has_confirmed():
     book.release([A], 1)
     batch = book.take_word_changes()
     assert book.confirm(batch.batch_id, 1, 2) == []
-    assert book.num_leased_blocks == 1
+    assert book.num_leases == 1
     assert book.confirm(batch.batch_id, 2, 3) == [5]
+
+
+def test_a_lease_that_ends_makes_room_before_its_words_have_changed():
+    """An engine that was idle changes them in the step in which the next prompt finishes."""
+    book = make_book()
+    limit = list(range(1, 1 + book._max_leased_blocks))
+    assert book.open(A, limit, 0)
+    assert book.open(LeaseId("next"), [999], 1) is None
+    book.release([A], 1)
+    assert book.open(LeaseId("next"), limit, 1)
 
 
 def test_an_unknown_batch_is_a_bug_and_changes_nothing():

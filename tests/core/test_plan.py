@@ -349,6 +349,9 @@ def test_what_is_not_granted_is_named(needed, granted, position):
 
 def test_a_grant_for_another_number_of_groups():
     assert plan_read(LAYOUT, LAYOUT, [(), ()], [()]) == Uncovered("the grant lists 1 groups, the peer has 2")
+    assert plan_read(LAYOUT, LAYOUT, [()], [(), ()]) == Uncovered(
+        "1 groups of blocks are to be filled, this engine has 2"
+    )
 
 
 def test_groups_are_matched_by_their_layers():

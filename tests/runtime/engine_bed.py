@@ -91,8 +91,7 @@ class Engine:
     def hand_off(self, request_id="p", tables=TABLES, digest=DIGEST, num_tokens=NUM_TOKENS):
         """A finished prompt's params for the router; its blocks are under a lease."""
         with self.runtime.prefill() as (half, now):
-            handed = half.hand_off(FinishedPrompt(RequestId(request_id), num_tokens, digest, tables), now)
-        return handed and handed[0]
+            return half.hand_off(FinishedPrompt(RequestId(request_id), num_tokens, digest, tables), now)
 
     def lease_deadline(self):
         with self.runtime.prefill() as (half, _):

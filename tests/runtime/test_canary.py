@@ -53,7 +53,7 @@ class Pair:
         description = engine(geometry.remote, num_ranks=num_ranks)
         self.prefill = make_prefill_side(description, Address("prefill", 1), served)
         prompt = FinishedPrompt(RequestId("p"), geometry.num_tokens, b"d" * 32, geometry.granted)
-        params, self.leased = self.prefill.hand_off(prompt, NOW)
+        params, self.leased = self.prefill.hand_off(prompt, NOW), prompt.block_ids()
         self.grant = parse_grant(params["grant"]).claimed
         self.decode_ranks = [DecodeRank(geometry, rank, engine_config) for rank in range(num_ranks)]
 

@@ -1,5 +1,6 @@
 """A decode worker's pull side: the loop driven turn by turn, and the thread that runs it."""
 
+import dataclasses
 import threading
 from collections import Counter
 
@@ -411,7 +412,7 @@ def works_again(bed):
 
 def test_an_internal_error_in_one_order_does_not_lose_the_others(bed):
     bed.connect()
-    broken = bed.receive("broken", needed=((1,),))  # one group too few: the plan cannot be made
+    broken = dataclasses.replace(bed.receive("broken"), grant=None)
     report = bed.turn(bed.receive("before"), broken, bed.receive("after", needed=OTHER_NEEDED))
     assert endings(report) == dict.fromkeys(("before", "broken", "after"), Outcome.RECEIVE_FAILED)
     assert report.outcomes[Outcome.INTERNAL_ERROR] == 1
