@@ -92,9 +92,7 @@ def test_a_request_from_hello_to_release(engines):
     assert (receive.peer, receive.needed, receive.num_tokens) == (connect.key, NEEDED, NUM_TOKENS)
     assert receive.grant.groups == tuple(block_runs(table) for table in TABLES)
     decoder.apply([verified("a")], ended=["a"])
-    eventually(
-        "the release", lambda: prefill.levels() == {Level.LEASES: 1, Level.LEASED_BLOCKS: 6} and is_retiring(prefill)
-    )
+    eventually("the release", lambda: prefill.levels() == {Level.LEASES: 1} and is_retiring(prefill))
     assert tuple(prefill.retire_leases()) == LEASED
     assert not prefill.levels()
     assert not decoder.levels()
@@ -510,11 +508,11 @@ def test_a_restart_that_nobody_noticed_is_found_by_the_grant(engines):
     answer(server, old)
     eventually("the welcome", lambda: decoder.take_orders().connects)
     engines.pass_time(BACKOFF_SECONDS)
-    decoder.arrive("a", new.hand_off(PROMPT, engines.clock())[0])
+    decoder.arrive("a", new.hand_off(PROMPT, engines.clock()))
     assert decoder.ask("a") == 0
     answer(server, new)
     eventually("the welcome", lambda: decoder.take_orders().connects)
-    decoder.arrive("b", new.hand_off(PROMPT, engines.clock())[0])
+    decoder.arrive("b", new.hand_off(PROMPT, engines.clock()))
     assert decoder.found("b") == NUM_TOKENS
 
 
@@ -533,8 +531,23 @@ def test_trouble_that_a_worker_reports_retires_the_peer(engines):
     (connect,) = loading(decoder, "a", prefill.hand_off()).connects
     decoder.apply([failed("a")], ended=["a"], troubled_peers=[connect.key, PeerKey("unknown")])
     assert [order.key for order in decoder.take_orders().retires] == [connect.key]
-    (fresh,) = loading(decoder, "b", prefill.hand_off(tables=((10,), (11,)))).connects
+    decoder.arrive("b", prefill.hand_off(tables=((10,), (11,))))
+    assert decoder.ask("b") == 0, "it is left alone for a while"
+    engines.pass_time(BACKOFF_SECONDS)
+    (fresh,) = loading(decoder, "c", prefill.hand_off(tables=((10,), (11,)))).connects
     assert fresh.key != connect.key
+
+
+def test_connections_that_are_nobodys_are_closed(engines):
+    (prefill, address), decoder = engines.prefill(), engines.decode(scripted := ScriptedSideChannel())
+    params = prefill.hand_off()
+    with decoder.runtime.decode() as (half, now):
+        half.turn_away(remote_prefill(params), now)
+    eventually("the release", lambda: scripted.sent)
+    assert not scripted.disconnected
+    engines.pass_time(60.0)
+    scripted.wake()
+    eventually("the connection to close", lambda: scripted.disconnected == [address])
 
 
 def test_a_dead_peer_delays_nobody_else(engines):
@@ -578,6 +591,7 @@ class ScriptedSideChannel:
     def __init__(self):
         self.sent = []
         self.replies = []
+        self.disconnected = []
         self.num_polls_to_raise = 0
         self.num_sends_to_raise = 0
         self.num_woken = 0
@@ -617,7 +631,7 @@ class ScriptedSideChannel:
         self.replies.append((origin, decode(payload)))
 
     def disconnect(self, address):
-        pass
+        self.disconnected.append(address)
 
     def wake(self):
         with self._changed:
@@ -669,7 +683,7 @@ def lease_params(params, number):
 def test_no_mail_is_lost_whoever_posts_it_and_when(engines):
     scripted = ScriptedSideChannel()
     decoder = engines.decode(scripted)
-    params = make_prefill_side(engine(engines.layout), ELSEWHERE).hand_off(PROMPT, 0.0)[0]
+    params = make_prefill_side(engine(engines.layout), ELSEWHERE).hand_off(PROMPT, 0.0)
     num_posters, num_letters = 4, 100
 
     def post_all(poster):
