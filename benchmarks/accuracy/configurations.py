@@ -59,7 +59,7 @@ CONFIGURATIONS = {
         "prompts in chunks of at most 256 tokens",
         (*block_size(32), UNCACHED, "--enable-chunked-prefill", "--max-num-batched-tokens", "256"),
     ),
-    "tcp": Configuration("NIXL over TCP", extra={"nixl_backend_params": {"engine_config": "TLS=tcp"}}),
+    "tcp": Configuration("NIXL over TCP", concurrency=16, extra={"nixl_backend_params": {"engine_config": "TLS=tcp"}}),
     "2p2d": Configuration("two prefill and two decode engines", num_prefill=2, num_decode=2, concurrency=16),
 }
 """NIXL goes over CMA and shared memory, UCX's choice on one host, where nothing else is said."""

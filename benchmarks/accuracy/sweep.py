@@ -1,7 +1,7 @@
 """lm-eval through prefill, decode and proxy, sample by sample against a single engine: ``scripts/accuracy_sweep``.
 
 The exit status is 0 only when every answer is the single engine's, decode loaded exactly the tokens that the prompts
-say, and (with --controls) damage shows. Without options all configurations are run.
+say, and damage shows in the positive controls. Without options all configurations are run, and no controls.
 """
 
 import argparse
@@ -196,18 +196,20 @@ def add_rows(table: Table, name: str, verdicts: Sequence[Verdict]) -> None:
 
 
 def run_all(sweep: Sweep, names: Sequence[str], console: Console) -> list[str]:
-    """Run configurations and print the table; returns what is wrong."""
+    """Run configurations and print the table, of those that were run if one cannot be; returns what is wrong."""
     table, faults, records = make_table(), [], []
-    for name in names:
-        begin = time.monotonic()
-        verdicts = sweep.run(name, CONFIGURATIONS[name])
-        found = [f"{name} {verdict.task}: {fault}" for verdict in verdicts for fault in verdict.faults]
-        faults += found
-        console.print(f"{name}: {'INVALID' if found else 'valid'}, {time.monotonic() - begin:.0f} s")
-        add_rows(table, name, verdicts)
-        records += [as_record(name, verdict) for verdict in verdicts]
-        sweep.keep(records)
-    console.print(table)
+    try:
+        for name in names:
+            begin = time.monotonic()
+            verdicts = sweep.run(name, CONFIGURATIONS[name])
+            found = [f"{name} {verdict.task}: {fault}" for verdict in verdicts for fault in verdict.faults]
+            faults += found
+            console.print(f"{name}: {'INVALID' if found else 'valid'}, {time.monotonic() - begin:.0f} s")
+            add_rows(table, name, verdicts)
+            records += [as_record(name, verdict) for verdict in verdicts]
+            sweep.keep(records)
+    finally:
+        console.print(table)
     return faults
 
 
@@ -215,14 +217,16 @@ def run_controls(sweep: Sweep, names: Sequence[str], console: Console) -> list[s
     """Run positive controls and print their table; returns what is wrong."""
     table = Table("control", "damage", "task", "needs it", "single engine", "damaged", "", title="Positive controls")
     faults = []
-    for name in names:
-        for single, damaged, needs, found in sweep.run_control(name):
-            faults += [f"control {name}: {fault}" for fault in found]
-            verdict = "[red]INVALID[/red]" if found else "seen" if needs else "unharmed"
-            row = (f"{single.score:.3f}", f"{damaged.score:.3f}", verdict)
-            table.add_row(name, CONTROLS[name].about, single.task, "yes" if needs else "no", *row)
-        table.add_section()
-    console.print(table)
+    try:
+        for name in names:
+            for single, damaged, needs, found in sweep.run_control(name):
+                faults += [f"control {name}: {fault}" for fault in found]
+                verdict = "[red]INVALID[/red]" if found else "seen" if needs else "unharmed"
+                row = (f"{single.score:.3f}", f"{damaged.score:.3f}", verdict)
+                table.add_row(name, CONTROLS[name].about, single.task, "yes" if needs else "no", *row)
+            table.add_section()
+    finally:
+        console.print(table)
     return faults
 
 
@@ -246,7 +250,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--list", action="store_true", help="list configurations and controls")
     parser.add_argument("--controls", action="store_true", help="the positive controls too, after the configurations")
-    parser.add_argument("--only-controls", action="store_true", help="the positive controls and nothing else")
+    parser.add_argument(
+        "--control", action="append", choices=CONTROLS, metavar="NAME", help="this positive control; may be repeated"
+    )
     parser.add_argument("--model", type=Path, default=MODEL, help="folder of a model; default: the committed one")
     parser.add_argument("--tasks", default=",".join(TASKS), help="lm-eval tasks, with commas between")
     parser.add_argument("--limit", type=int, help="only so many documents of each task")
@@ -271,7 +277,8 @@ def main() -> int:
         tuple(chosen.engine_argument),
         chosen.logs.resolve(),
     )
-    names = [] if chosen.only_controls else chosen.configuration or list(CONFIGURATIONS)
+    controls = list(CONTROLS) if chosen.controls else chosen.control or []
+    names = chosen.configuration or ([] if chosen.control else list(CONFIGURATIONS))
     shutil.rmtree(options.logs, ignore_errors=True)
     options.logs.mkdir(parents=True)
     faults: list[str] = []
@@ -281,8 +288,8 @@ def main() -> int:
             sweep = Sweep(options, console)
             if names:
                 faults += run_all(sweep, names, console)
-            if chosen.controls or chosen.only_controls:
-                faults += run_controls(sweep, list(CONTROLS), console)
+            if controls:
+                faults += run_controls(sweep, controls, console)
     except StackError as error:
         faults.append(str(error))
     except KeyboardInterrupt:
