@@ -577,9 +577,9 @@ class System:
         """Let everything come to its end, and check that nothing is left (I2, I9)."""
         for request_id in self.waiting():
             self.abort(request_id)
-        for _ in range(100):
+        for _ in range(30):
             self.turn()
-            self.pass_time(1)
+            self.pass_time(3)
             self.check()
         for request in self.requests.values():
             assert len(request.outcomes) == (NUM_RANKS if request.tables else 0), "I2"

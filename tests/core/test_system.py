@@ -305,7 +305,7 @@ class UnprovenMachine(SystemMachine):
 
 @pytest.mark.timeout(600)  # a failing story takes its time to become short
 def test_in_any_order():
-    run_state_machine_as_test(SystemMachine, settings=settings(max_examples=150, stateful_step_count=40))
+    run_state_machine_as_test(SystemMachine, settings=settings(max_examples=100, stateful_step_count=40))
 
 
 def test_control_the_machine_finds_a_wrong_read_when_words_are_not_checked():
