@@ -284,6 +284,10 @@ class Lab:
         """Let every engine that has something to do step until something is the case."""
         self._run(until, lambda engine: engine.scheduler.has_requests(), seconds)
 
+    def wait(self, until: Callable[[], object]) -> None:
+        """Wait for an I/O thread, while no engine steps."""
+        self._run(until, lambda _: False, WAIT_SECONDS)
+
     def _run(self, until: Callable[[], object], steps: Callable[[Engine], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not until():

@@ -115,7 +115,7 @@ def test_after_its_read_has_ended_and_before_vllm_has_heard_of_it(lab):
     decode.add("r", PROMPT, lab.hand_off(prefill, PROMPT))
     decode.step()
     (pulling,) = decode.outside.pulling
-    lab._run(lambda: not pulling.num_outstanding(), lambda _: False, 5)
+    lab.wait(lambda: not pulling.num_outstanding())
     decode.abort("r")
     expect_nothing_held(lab, prefill, decode)
     assert decode.outcomes.total() == 1

@@ -4,6 +4,9 @@ import random
 
 import numpy as np
 import pytest
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from tests.adapter.fake_model import continuation, prompt_of
@@ -173,6 +176,31 @@ def test_a_local_prefix_is_not_read_and_not_written(lab, cached, num_tokens):
     assert decode.quantities["tokens_verified"] == num_tokens - 1 - num_local
     lab.finish(decode, "r")
     assert decode.results["r"].tokens == continuation(prompt, 3)
+
+
+def test_a_hashed_block_is_not_written_wherever_it_is(lab):
+    """vLLM 0.32 makes no such table for the groups that are supported; its documentation allows it."""
+    prefill, decode = lab.engine("p"), lab.engine("d")
+    lab.introduce(prefill, decode)
+    prompt, connector = prompt_of(100), decode.connector
+    request = decode.add("r", prompt, lab.hand_off(prefill, prompt))
+    assert connector.get_num_new_matched_tokens(request, 0) == (99, True)
+    tables = [[KVCacheBlock(100 * group + index + 1) for index in range(7)] for group in range(6)]
+    tables[2][4]._block_hash = b"shared"
+    connector.update_state_after_alloc(request, KVCacheBlocks(tuple(tables)), 99)
+    metadata = connector.build_connector_meta(None)
+    (receive,) = metadata.orders.receives
+    runs = [[(run.index, run.block_id, run.count) for run in group] for group in receive.needed]
+    # Without vLLM's null blocks every position is asked for, and the grant does not offer all: the request recovers.
+    assert runs == [[(0, 1, 7)], [(0, 101, 7)], [(0, 201, 4), (5, 206, 2)], [(0, 301, 7)], [(0, 401, 7)], [(0, 501, 7)]]
+    worker = decode.workers[0].connector
+    worker.bind_connector_metadata(metadata)
+    ended = KVConnectorOutput(finished_recving={"r"})
+    lab.wait(lambda: worker.get_transfer_results(set()).finished_recving)
+    ended.kv_connector_worker_meta = worker.build_connector_worker_meta()
+    connector.update_connector_output(ended)
+    lab.finish(decode, "r")
+    assert decode.outcomes == {"receive_uncovered": 1}
 
 
 @pytest.mark.parametrize("num_tokens", [33, 65, 97])
