@@ -60,6 +60,11 @@ class StillDraining:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadsFailed:
+    """A worker had trouble with the peer's last connection: do not greet it at once."""
+
+
+@dataclass(frozen=True, slots=True)
 class PeerLost:
     """The connection broke, a worker had trouble with the peer, or it has restarted."""
 
@@ -76,6 +81,7 @@ PEER_TABLE = TransitionTable(
         (PeerState.HANDSHAKING, PeerRejected): PeerState.REJECTED,
         (PeerState.HANDSHAKING, HandshakeTimedOut): PeerState.BACKING_OFF,
         (PeerState.HANDSHAKING, StillDraining): PeerState.BACKING_OFF,
+        (PeerState.HANDSHAKING, ReadsFailed): PeerState.BACKING_OFF,
         (PeerState.READY, PeerLost): PeerState.RETIRING,
         (PeerState.RETIRING, LastUserLeft): PeerState.RETIRED,
     },
@@ -216,10 +222,13 @@ class PeerBook:
         if known.state is PeerState.READY:
             self._current[peer.address] = known
             return []
-        peer.advance(StillDraining(), now)
-        peer.reason = "requests still read over its last connection"
-        peer.deadline = now + self._policy.backoff_seconds
+        self._back_off(peer, StillDraining(), "requests still read over its last connection", now)
         return []
+
+    def _back_off(self, peer: Peer, event: object, reason: str, now: float) -> None:
+        peer.advance(event, now)
+        peer.reason = reason
+        peer.deadline = now + self._policy.backoff_seconds
 
     def _reject(self, peer: Peer, reason: str, now: float) -> list[PeerAction]:
         peer.advance(PeerRejected(), now)
@@ -251,10 +260,7 @@ class PeerBook:
         if peer is None:
             return []
         actions = self._lose(peer, now)
-        shunned = self._begin(peer.address, now)
-        shunned.state = PeerState.BACKING_OFF
-        shunned.reason = f"reading from {peer.address} failed a moment ago"
-        shunned.deadline = now + self._policy.backoff_seconds
+        self._back_off(self._begin(peer.address, now), ReadsFailed(), "reading from it failed a moment ago", now)
         return actions
 
     def _lose(self, peer: Peer, now: float) -> list[PeerAction]:
@@ -286,9 +292,8 @@ class PeerBook:
             if peer.deadline > now or peer.state is PeerState.READY:
                 continue
             if peer.state is PeerState.HANDSHAKING:
-                peer.advance(HandshakeTimedOut(), now)
-                peer.reason = f"no answer from {peer.address} within {self._policy.handshake_seconds} s"
-                peer.deadline = now + self._policy.backoff_seconds
+                reason = f"no answer from {peer.address} within {self._policy.handshake_seconds} s"
+                self._back_off(peer, HandshakeTimedOut(), reason, now)
                 self.outcomes[Outcome.HANDSHAKE_TIMED_OUT] += 1
             else:
                 del self._current[peer.address]

@@ -181,6 +181,11 @@ def test_texts_that_are_no_grants(text, reason):
     assert parse_grant(text) == reason
 
 
+@pytest.mark.parametrize("claims", [{"lease_id": "x" * 65}, {"boot": "x" * 65}])
+def test_what_is_remembered_of_a_grant_is_short(claims):
+    assert parse_grant(seal_grant(make_grant(**claims), KEY)) == "the grant's content is malformed"
+
+
 def test_deeply_nested_content_is_malformed():
     payload = msgspec.msgpack.encode(GRANT)
     nested = bytes([payload[0] + 1]) + payload[1:] + b"\x91" * 100_000  # a field too many, which is skipped

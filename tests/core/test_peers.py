@@ -19,6 +19,7 @@ from pd_transfer.core.peers import (
     PeerPolicy,
     PeerRejected,
     PeerState,
+    ReadsFailed,
     RetirePeer,
     SendMessage,
     StillDraining,
@@ -58,10 +59,11 @@ LEGAL = {
     (S.HANDSHAKING, PeerRejected): S.REJECTED,
     (S.HANDSHAKING, HandshakeTimedOut): S.BACKING_OFF,
     (S.HANDSHAKING, StillDraining): S.BACKING_OFF,
+    (S.HANDSHAKING, ReadsFailed): S.BACKING_OFF,
     (S.READY, PeerLost): S.RETIRING,
     (S.RETIRING, LastUserLeft): S.RETIRED,
 }
-EVENTS = (WelcomeAccepted, PeerRejected, HandshakeTimedOut, StillDraining, PeerLost, LastUserLeft)
+EVENTS = (WelcomeAccepted, PeerRejected, HandshakeTimedOut, StillDraining, ReadsFailed, PeerLost, LastUserLeft)
 
 
 @pytest.mark.parametrize(("state", "kind"), list(product(PeerState, EVENTS)))
@@ -259,6 +261,17 @@ def test_workers_lose_a_peer_by_its_key():
     assert book.lose_key(peer.key, 2) == []  # the other rank had trouble too
     assert book.lose(PREFILL, 2) == []  # and the connection broke as well
     assert book.leave(peer, 3) == [RetirePeer(peer.key)]
+
+
+def test_a_peer_whose_memory_cannot_be_reached_is_left_alone_for_a_while():
+    """Its side channel may answer all the same."""
+    book, peer = ready_book()
+    assert book.lose_key(peer.key, 1) == [RetirePeer(peer.key)]
+    shunned = book.find(PREFILL)
+    assert (shunned.state, shunned.reason) == (S.BACKING_OFF, "reading from it failed a moment ago")
+    assert [entry.event for entry in shunned.story.entries] == ["ReadsFailed"]
+    assert book.greet(PREFILL, 1.9) == []
+    assert book.greet(PREFILL, 2) == [HELLO]
 
 
 def test_a_lost_peer_that_has_restarted_is_another_peer():
