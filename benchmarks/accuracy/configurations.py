@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -42,7 +42,13 @@ class Configuration:
     num_prefill: int = 1
     num_decode: int = 1
     concurrency: int = 4
-    extra: Mapping[str, object] = field(default_factory=dict)
+    backend_params: str = ""
+    """NIXL's, for UCX."""
+
+    @property
+    def extra(self) -> Mapping[str, object]:
+        """The connector's settings."""
+        return {"nixl_backend_params": {"engine_config": self.backend_params}} if self.backend_params else {}
 
 
 CONFIGURATIONS = {
@@ -59,7 +65,7 @@ CONFIGURATIONS = {
         "prompts in chunks of at most 256 tokens",
         (*block_size(32), UNCACHED, "--enable-chunked-prefill", "--max-num-batched-tokens", "256"),
     ),
-    "tcp": Configuration("NIXL over TCP", concurrency=16, extra={"nixl_backend_params": {"engine_config": "TLS=tcp"}}),
+    "tcp": Configuration("NIXL over TCP", concurrency=16, backend_params="TLS=tcp"),
     "2p2d": Configuration("two prefill and two decode engines", num_prefill=2, num_decode=2, concurrency=16),
 }
 """NIXL goes over CMA and shared memory, UCX's choice on one host, where nothing else is said."""
@@ -122,7 +128,7 @@ class Machine:
 
 
 class Stack:
-    """Prefill engines, decode engines and the proxy, ready."""
+    """Prefill engines, decode engines and the proxy."""
 
     def __init__(self, prefill: Sequence[Engine], decode: Sequence[Engine], proxy: Proxy) -> None:
         self.prefill = prefill
@@ -162,7 +168,7 @@ class Stack:
 def running_stack(
     machine: Machine, configuration: Configuration, watch: Mapping[str, str] | None = None
 ) -> Iterator[Stack]:
-    """Start a configuration's servers, and stop them whatever happens.
+    """Start a configuration's servers (``Stack.wait_ready`` waits for them), and stop them whatever happens.
 
     With ``watch`` (environment variables), decode runs the watched connector.
     """
@@ -178,9 +184,7 @@ def running_stack(
     ]
     proxy = Proxy(prefill, decode, machine.logs)
     with running(*prefill, *decode, proxy):
-        stack = Stack(prefill, decode, proxy)
-        stack.wait_ready()
-        yield stack
+        yield Stack(prefill, decode, proxy)
 
 
 def watched_config(role: str, configuration: Configuration) -> Mapping[str, object]:

@@ -54,6 +54,7 @@ class Differ:
         log = self._machine.logs / "fingerprints.jsonl"
         found = []
         with running_stack(self._machine, self._configuration, {**watch, **fingerprint_variables(log)}) as stack:
+            stack.wait_ready()
             for prompt in self._prompts:
                 num_before = len(_lines(log))
                 text, _ = _ask(stack.proxy.url, prompt)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 
 from benchmarks.accuracy.configurations import (
@@ -47,6 +48,7 @@ class Options:
     limit: int | None
     engine_arguments: tuple[str, ...]
     logs: Path
+    is_one_single: bool
 
 
 class Sweep:
@@ -59,7 +61,7 @@ class Sweep:
             from benchmarks.accuracy.evaluation import Evaluator  # takes seconds; --list need not wait
 
             self._evaluator = Evaluator(options.model, options.logs / "lm-eval.log")
-        self._single: dict[tuple[tuple[str, ...], int, str], TaskRun] = {}
+        self._single: dict[tuple[Configuration, str], TaskRun] = {}
 
     def machine(self, name: str) -> Machine:
         """Engines whose logs are in a folder of that name."""
@@ -72,49 +74,54 @@ class Sweep:
     def run(self, name: str, configuration: Configuration) -> list[Verdict]:
         """One configuration: all tasks, single engine first. Raises StackError."""
         tasks = self._options.tasks
-        self._ask_single(name, configuration, tasks)
         verdicts = []
         with (
-            self._console.status(f"{name}: starting prefill, decode and proxy") as status,
+            self._console.status(f"{name}: starting") as status,
             running_stack(self.machine(name), configuration) as stack,
         ):
+            self._ask_single(name, configuration, tasks, status)
+            status.update(f"{name}: starting prefill, decode and proxy")
+            stack.wait_ready()
             for task in tasks:
                 status.update(f"{name}: {task} through prefill and decode")
                 before = stack.counters()
                 run = self._evaluator.run(stack.proxy.url, task, configuration.concurrency, self._options.limit)
                 moved = stack.gained(before, run.num_transferable)
-                verdicts.append(
-                    judge(self._single[configuration.arguments, configuration.concurrency, task], run, moved)
-                )
+                verdicts.append(judge(self._single[self._oracle(configuration), task], run, moved))
         keep_differences(self._options.logs / name, name, verdicts)
         return verdicts
 
-    def _ask_single(self, name: str, configuration: Configuration, tasks: Iterable[str]) -> None:
-        key = configuration.arguments, configuration.concurrency
-        missing = [task for task in tasks if (*key, task) not in self._single]
+    def _oracle(self, configuration: Configuration) -> Configuration:
+        """The configuration that the single engine has: one with its arguments and load, whatever else it has."""
+        chosen = CONFIGURATIONS["base"] if self._options.is_one_single else configuration
+        return Configuration("single engine", chosen.arguments, concurrency=chosen.concurrency)
+
+    def _ask_single(self, name: str, configuration: Configuration, tasks: Iterable[str], status: Status) -> None:
+        """Start a single engine for what it has not been asked yet, while the other servers start."""
+        oracle = self._oracle(configuration)
+        missing = [task for task in tasks if (oracle, task) not in self._single]
         if not missing:
             return
-        with (
-            self._console.status(f"{name}: starting the single engine") as status,
-            running_single(self.machine(name), configuration) as engine,
-        ):
+        status.update(f"{name}: starting the single engine")
+        with running_single(self.machine(name), oracle) as engine:
             for task in missing:
                 status.update(f"{name}: {task} on the single engine")
-                self._single[(*key, task)] = self._evaluator.run(
-                    engine.url, task, configuration.concurrency, self._options.limit
-                )
+                run = self._evaluator.run(engine.url, task, oracle.concurrency, self._options.limit)
+                self._single[oracle, task] = run
 
     def run_control(self, name: str) -> list[tuple[TaskRun, TaskRun, bool, tuple[str, ...]]]:
         """One positive control: single engine, damaged run, whether the task needs the group, faults."""
         control, configuration = CONTROLS[name], CONFIGURATIONS["base"]
-        self._ask_single("control", configuration, CONTROL_TASKS)
         rows = []
         with (
-            self._console.status(f"{name}: {control.about}"),
+            self._console.status(f"{name}: starting") as status,
             running_stack(self.machine(f"control-{name}"), configuration, damage_variables(control)) as stack,
         ):
+            self._ask_single(f"control-{name}", configuration, CONTROL_TASKS, status)
+            status.update(f"{name}: {control.about}")
+            stack.wait_ready()
             for task in CONTROL_TASKS:
-                single = self._single[configuration.arguments, configuration.concurrency, task]
+                single = self._single[self._oracle(configuration), task]
                 damaged = self._evaluator.run(stack.proxy.url, task, configuration.concurrency, self._options.limit)
                 needs = task in control.needed_by
                 rows.append((single, damaged, needs, judge_control(single, damaged, needs)))
@@ -259,6 +266,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--engine-argument", action="append", default=[], metavar="ARG", help="one more word for every vllm serve"
     )
+    parser.add_argument(
+        "--one-single-engine",
+        action="store_true",
+        help="hold every configuration to the answers of one single engine with base's arguments: faster",
+    )
     parser.add_argument("--logs", type=Path, default=LOGS, help="folder for logs and results; emptied first")
     return parser.parse_args(arguments)
 
@@ -276,6 +288,7 @@ def main() -> int:
         chosen.limit,
         tuple(chosen.engine_argument),
         chosen.logs.resolve(),
+        chosen.one_single_engine,
     )
     controls = list(CONTROLS) if chosen.controls else chosen.control or []
     names = chosen.configuration or ([] if chosen.control else list(CONFIGURATIONS))
