@@ -14,7 +14,7 @@ def why_not_split(request: Request) -> str | None:
     """Why a request's last prompt token cannot be left to another engine; None when it can."""
     sampling = request.sampling_params
     token_ids = request.prompt_token_ids
-    if token_ids is None or request.prompt_embeds is not None or request.prompt_is_token_ids is not None:
+    if token_ids is None or not is_plain_tokens(request):
         return "the prompt is not plain token ids"
     if sampling is None or request.pooling_params is not None:
         return "the request does not generate"
@@ -28,6 +28,13 @@ def why_not_split(request: Request) -> str | None:
     if any(span.offset <= last < span.offset + span.length for span in _spans(request)):
         return "the last token belongs to a multimodal input"
     return None
+
+
+def is_plain_tokens(request: Request) -> bool:
+    """Whether a prompt is token ids and nothing else: no embeddings, not even in part."""
+    return (
+        request.prompt_token_ids is not None and request.prompt_embeds is None and request.prompt_is_token_ids is None
+    )
 
 
 def split_prompt(request: Request, hash_block_size: int) -> None:

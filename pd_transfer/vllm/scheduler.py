@@ -39,7 +39,7 @@ from pd_transfer.vllm.identity import config_digest
 from pd_transfer.vllm.metadata import PdMetadata, PdWorkerMetadata
 from pd_transfer.vllm.metrics import PdStats
 from pd_transfer.vllm.parts import Parts
-from pd_transfer.vllm.prompts import digest_of, split_prompt, why_not_split
+from pd_transfer.vllm.prompts import digest_of, is_plain_tokens, split_prompt, why_not_split
 
 logger = logging.getLogger("pd_transfer.scheduler")
 
@@ -168,9 +168,10 @@ class SchedulerHalf:
                 return
             if request.abort_immediately:
                 half.turn_away(params, now)
-            elif reason := why_not_split(request):
+            elif not is_plain_tokens(request):
+                # Embeddings are not in the digest: another prompt's KV would fit.
                 half.outcomes[Outcome.PARAMS_INVALID] += 1
-                logger.warning("%s: computed here, not loaded: %s", request.request_id, reason)
+                logger.warning("%s: computed here: the prompt is not plain token ids", request.request_id)
                 half.turn_away(params, now)
             else:
                 half.arrive(RequestId(request.request_id), params, digest_of(request, num_tokens), num_tokens, now)

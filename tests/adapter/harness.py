@@ -109,6 +109,7 @@ class Engine:
 
     def __init__(self, name: str, settings: Settings, network: MemoryNetwork, fabric: MemoryFabric) -> None:
         self.name = name
+        self._awake = False
         self.settings = settings
         self.outside = FakeWorldConnector.outside = Outside(network, fabric)
         self.config = engine_config(name, settings)
@@ -172,6 +173,18 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """The client has gone."""
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def wake(self) -> None:
+        """A call from outside, as for a reset: the loop looks once whether there is something to do."""
+        self._awake = True
+
+    def is_awake(self) -> bool:
+        """Whether vLLM's loop would step now. Without a request it sleeps as soon as nothing is left to do, and only a
+        request wakes it: what a lease's release leaves to do does not.
+        """
+        has_requests = self.scheduler.has_unfinished_requests() or self.scheduler.has_finished_requests()
+        self._awake = has_requests or (self._awake and self.scheduler.has_requests())
+        return self._awake
 
     def step(self) -> SchedulerOutput:
         """One step of the engine, whether or not it has anything to do."""
@@ -282,7 +295,7 @@ class Lab:
 
     def run(self, until: Callable[[], object], seconds: float = WAIT_SECONDS) -> None:
         """Let every engine that has something to do step until something is the case."""
-        self._run(until, lambda engine: engine.scheduler.has_requests(), seconds)
+        self._run(until, Engine.is_awake, seconds)
 
     def wait(self, until: Callable[[], object]) -> None:
         """Wait for an I/O thread, while no engine steps."""
@@ -303,6 +316,7 @@ class Lab:
         """The router's first leg: the params that the prefill engine answers with, or None."""
         prefill.add(request_id, prompt, {"do_remote_decode": True}, **{"max_tokens": 1, **fields})
         self.run(lambda: prefill.results[request_id].finish_reason)
+        self.run(lambda: not prefill.is_awake())
         return json.loads(json.dumps(prefill.results[request_id].params))
 
     def decode(

@@ -61,7 +61,9 @@ def test_the_lease_was_over_and_the_blocks_were_used_again(lab, policy):
 @pytest.mark.parametrize("layers", ["hybrid", "single"])
 def test_a_transfer_fails_and_the_next_one_does_not(lab, policy, aggregated, layers):
     settings = {"layers": SINGLE} if layers == "single" else {}
-    prefill, decode = lab.engine("p", **settings), lab.engine("d", policy=policy, aggregated=aggregated, **settings)
+    times = {"backoff_seconds": 0.05}
+    prefill = lab.engine("p", **settings)
+    decode = lab.engine("d", policy=policy, aggregated=aggregated, extra=times, **settings)
     lab.introduce(prefill, decode)
     lab.fabric.fail_new = "somebody pulled the cable"
     decode.add("r", PROMPT, lab.hand_off(prefill, PROMPT))
@@ -71,6 +73,8 @@ def test_a_transfer_fails_and_the_next_one_does_not(lab, policy, aggregated, lay
     assert prefill.outcomes["lease_released"] == 1
 
     lab.fabric.fail_new = None
+    left_alone_until = time.monotonic() + times["backoff_seconds"]
+    lab.wait(lambda: time.monotonic() > left_alone_until)
     again = prompt_of(100, seed=1)
     assert lab.decode(decode, again, lab.hand_off(prefill, again, "again"), "again").tokens == continuation(again, 4)
     assert decode.outcomes["receive_verified"] == 1

@@ -23,13 +23,13 @@ def test_blocks_are_held_by_reference_until_release_and_the_next_step(lab):
     prompt = prompt_of(100)
     params = lab.hand_off(prefill, prompt)
     # vLLM has forgotten the request, so that an idle engine does not step.
-    lab.run(lambda: not prefill.scheduler.has_requests())
+    lab.run(lambda: not prefill.is_awake())
     assert held(prefill) == BLOCKS_OF_100
     assert not prefill.connector.has_pending_block_frees()
 
     lab.decode(decode, prompt, params)
     lab.run(prefill.connector.has_pending_block_frees)
-    assert not prefill.scheduler.has_requests()
+    assert not prefill.is_awake()
     assert held(prefill) == BLOCKS_OF_100
 
     prefill.step()
@@ -39,6 +39,18 @@ def test_blocks_are_held_by_reference_until_release_and_the_next_step(lab):
     # The blocks are free, not forgotten: the same prompt hits them.
     assert lab.hand_off(prefill, prompt, "again")["remote_prefill_cached_tokens"] == 96
     prefill.end_leases()
+
+
+def test_a_reset_of_an_idle_engine_changes_the_words_without_waiting_for_a_request(lab):
+    prefill, decode = lab.engine("p"), lab.engine("d")
+    prompt = prompt_of(100)
+    params = lab.hand_off(prefill, prompt)
+    lab.run(lambda: not prefill.is_awake())
+    prefill.connector.reset_cache()
+    prefill.wake()
+    lab.run(lambda: held(prefill) == 0)
+    assert lab.decode(decode, prompt, params).tokens == continuation(prompt, 4)
+    assert "receive_verified" not in decode.outcomes
 
 
 def test_a_lease_that_nobody_claims_expires(lab):
@@ -133,7 +145,7 @@ def test_a_reset_ends_every_lease_and_succeeds_once_the_words_are_changed(lab):
     prefill, decode = lab.engine("p"), lab.engine("d")
     prompt = prompt_of(100)
     params = lab.hand_off(prefill, prompt)
-    lab.run(lambda: not prefill.scheduler.has_requests())
+    lab.run(lambda: not prefill.is_awake())
     assert not prefill.scheduler.reset_prefix_cache(reset_connector=True)
     assert prefill.connector.has_pending_block_frees()
     prefill.step()

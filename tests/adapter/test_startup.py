@@ -218,6 +218,17 @@ def test_vllm_finds_the_plugin():
     assert entry.load() is plugin.register
 
 
+def test_shutting_down_twice_is_the_same_as_once(lab):
+    engine = lab.engine("x")
+    lab.hand_off(engine, PROMPT)
+    engine.end_leases()
+    lab.settle()
+    engine.close()
+    engine.close()
+    assert engine.outside.side_channels[0].poll(0) == []
+    del lab.engines["x"]
+
+
 def test_after_shutdown_no_grant_is_good(lab):
     prefill, decode = lab.engine("p"), lab.engine("d")
     lab.introduce(prefill, decode)
