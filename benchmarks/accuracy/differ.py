@@ -72,7 +72,7 @@ class Differ:
         found = []
         with running_watched_single(self._machine, self._configuration) as engine:
             for number, prompt in enumerate(self._prompts):
-                tables = block_tables(hand_off(engine.url, prompt, cache_salt=f"differ {number}"))  # type: ignore[arg-type]
+                tables = block_tables(hand_off(engine.url, prompt, cache_salt=f"differ {number}"))
                 prints = _fingerprints(engine, [list(table.values()) for table in tables])
                 groups = [dict(zip(table, of, strict=True)) for table, of in zip(tables, prints, strict=True)]
                 text, num_tokens = _ask(engine.url, prompt)

@@ -6,7 +6,6 @@ os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "TQDM_DISABLE": "1",
 }
 
 import contextlib

@@ -49,6 +49,7 @@ class Options:
     engine_arguments: tuple[str, ...]
     logs: Path
     is_one_single: bool
+    is_one_process: bool
 
 
 class Sweep:
@@ -65,7 +66,8 @@ class Sweep:
 
     def machine(self, name: str) -> Machine:
         """Engines whose logs are in a folder of that name."""
-        return Machine(self._options.model, self._options.logs / name, self._options.engine_arguments)
+        chosen = self._options
+        return Machine(chosen.model, chosen.logs / name, chosen.engine_arguments, chosen.is_one_process)
 
     def keep(self, records: Sequence[Mapping[str, object]]) -> None:
         """Write the rows so far to a file."""
@@ -226,7 +228,9 @@ def run_controls(sweep: Sweep, names: Sequence[str], console: Console) -> list[s
     faults = []
     try:
         for name in names:
-            for single, damaged, needs, found in sweep.run_control(name):
+            rows = sweep.run_control(name)
+            console.print(f"{name}: {'INVALID' if any(found for *_, found in rows) else 'seen'}")
+            for single, damaged, needs, found in rows:
                 faults += [f"control {name}: {fault}" for fault in found]
                 verdict = "[red]INVALID[/red]" if found else "seen" if needs else "unharmed"
                 row = (f"{single.score:.3f}", f"{damaged.score:.3f}", verdict)
@@ -271,6 +275,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="hold every configuration to the answers of one single engine with base's arguments: faster",
     )
+    parser.add_argument(
+        "--one-process", action="store_true", help="every engine is one process instead of three: starts faster"
+    )
     parser.add_argument("--logs", type=Path, default=LOGS, help="folder for logs and results; emptied first")
     return parser.parse_args(arguments)
 
@@ -289,6 +296,7 @@ def main() -> int:
         tuple(chosen.engine_argument),
         chosen.logs.resolve(),
         chosen.one_single_engine,
+        chosen.one_process,
     )
     controls = list(CONTROLS) if chosen.controls else chosen.control or []
     names = chosen.configuration or ([] if chosen.control else list(CONFIGURATIONS))

@@ -260,7 +260,7 @@ def save_tokenizer(vocabulary: Vocabulary, out: Path) -> None:
 
 
 @torch.no_grad()
-def accuracy(model: TinyHybrid, vocabulary: Vocabulary, num_tokens: int, num_samples: int = 20) -> dict[str, float]:
+def accuracy(model: TinyHybrid, vocabulary: Vocabulary, num_tokens: int, num_samples: int = 10) -> dict[str, float]:
     """Share of chains of 24 words that are right as a whole, by family, when every right word is fed back."""
     found = {}
     for family in FAMILIES:

@@ -156,7 +156,7 @@ class WatchedConnector(PdConnector):
 
     blocks: Blocks | None = None
 
-    def make_parts(self, config: PdConfig) -> Parts:  # type: ignore[override]
+    def make_parts(self, config: PdConfig) -> Parts:
         """The real parts, with a watched pull side."""
         parts = real_parts(config)
         num_layers = [len(group.layer_names) for group in self._kv_cache_config.kv_cache_groups]
