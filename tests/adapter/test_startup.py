@@ -55,10 +55,11 @@ def group(*names, spec, **fields):
         (group(1, 3, spec=ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=32)), "ChunkedLocalAttentionSpec"),
         (group(1, 3, spec=MLAAttentionSpec(**SHAPE)), "MLAAttentionSpec"),
         (group(1, 3, spec=MambaSpec(block_size=16, shapes=((8,),), dtypes=(torch.float32,))), "MambaSpec"),
+        (group(1, 3, spec=FullAttentionSpec(**SHAPE, non_causal=True)), "is not causal"),
         (group(1, 3, spec=FULL, enable_kv_transfer=False), "does not take part in KV transfer"),
         (group(1, 3, spec=FULL, host_resident=True), "does not take part in KV transfer"),
     ],
-    ids=["chunked local", "MLA", "Mamba", "not transferred", "on the host"],
+    ids=["chunked local", "MLA", "Mamba", "not causal", "not transferred", "on the host"],
 )
 def test_a_layer_group_that_is_not_supported_is_named(config, odd, reason, role):
     with pytest.raises(UnsupportedError, match=reason) as caught:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pd_transfer.core.outcomes import Level
 from tests.stack.engines import DECODE_ROLE, PREFILL_ROLE, REPOSITORY, Engine, EngineSettings, running
 from tests.stack.exactness import TOP_LOGPROBS, difference, generated, hand_off
 
@@ -90,6 +91,7 @@ def outcome(name: str) -> str:
 def held(metrics: Mapping[str, float]) -> dict[str, float]:
     """What an engine holds, and the share of its pool that is in use; only what is not zero."""
     levels = {name: value for name, value in metrics.items() if name.startswith("pd_transfer:held/")}
+    assert len(levels) == len(Level), "an engine that has stepped says what it holds"
     levels["vllm:kv_cache_usage_perc"] = metrics["vllm:kv_cache_usage_perc"]
     return {name: value for name, value in levels.items() if value}
 

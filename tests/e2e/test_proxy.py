@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import requests
 
-from tests.e2e.pair import TOKENS_VERIFIED, Pair, gain, held, outcome, running_pair, same_settings
+from tests.e2e.pair import (
+    TOKENS_VERIFIED,
+    Pair,
+    assert_nothing_held,
+    gain,
+    held,
+    outcome,
+    running_pair,
+    same_settings,
+)
 from tests.stack.engines import Proxy, ServerProcess, complete
 from tests.stack.exactness import TOP_LOGPROBS, difference, generated, hand_off, random_prompt, tokens
 
@@ -134,6 +143,11 @@ def test_a_rejected_request_releases_its_lease_at_once(pair: Pair) -> None:
 
 def test_a_client_that_leaves_during_prefill_strands_nothing(pair: Pair, proxy: ServerProcess) -> None:
     body = {"model": "model", "prompt": random_prompt(3000, seed=33, num_words=250), "max_tokens": 50}
-    for patience in (0.02, 0.1, 0.3):
-        with contextlib.suppress(requests.Timeout):
-            requests.post(proxy.url + "/v1/completions", json=body, timeout=patience)
+
+    def leave() -> None:
+        for patience in (0.02, 0.1, 0.3):
+            with contextlib.suppress(requests.Timeout):
+                requests.post(proxy.url + "/v1/completions", json=body, timeout=patience)
+        assert_nothing_held(pair)
+
+    assert gain(pair.prefill, leave, {}).get(outcome("lease_expired"), 0) == 0
