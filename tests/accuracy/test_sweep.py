@@ -1,4 +1,4 @@
-"""The sweep in CI: one configuration, as a person runs it, and one positive control."""
+"""One configuration of the sweep, as a person runs it. ``slow`` until it has been seen to fit into CI's time."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 from tests.stack.engines import REPOSITORY
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 TASKS = ("pd_far", "pd_near", "pd_mix", "pd_shared", "pd_choice")
 NUM_DOCUMENTS = 15
