@@ -57,6 +57,11 @@ def test_the_lease_was_over_and_the_blocks_were_used_again(lab, policy):
     assert "tokens_verified" not in decode.quantities
 
 
+def wait_until_the_peer_may_be_greeted(lab, backoff_seconds):
+    over = time.monotonic() + backoff_seconds
+    lab.wait(lambda: time.monotonic() > over)
+
+
 @pytest.mark.parametrize("aggregated", [True, False])
 @pytest.mark.parametrize("layers", ["hybrid", "single"])
 def test_a_transfer_fails_and_the_next_one_does_not(lab, policy, aggregated, layers):
@@ -73,8 +78,7 @@ def test_a_transfer_fails_and_the_next_one_does_not(lab, policy, aggregated, lay
     assert prefill.outcomes["lease_released"] == 1
 
     lab.fabric.fail_new = None
-    left_alone_until = time.monotonic() + times["backoff_seconds"]
-    lab.wait(lambda: time.monotonic() > left_alone_until)
+    wait_until_the_peer_may_be_greeted(lab, times["backoff_seconds"])
     again = prompt_of(100, seed=1)
     assert lab.decode(decode, again, lab.hand_off(prefill, again, "again"), "again").tokens == continuation(again, 4)
     assert decode.outcomes["receive_verified"] == 1
@@ -167,6 +171,7 @@ def test_a_read_that_never_ends_holds_its_blocks_until_the_agent_is_destroyed(la
     assert decode.outcomes == {"receive_timed_out": 1, "agent_rebuilt": 1}
     lab.fabric.let_go()
 
+    wait_until_the_peer_may_be_greeted(lab, 0.01)
     again = prompt_of(100, seed=1)
     assert lab.decode(decode, again, lab.hand_off(prefill, again, "again"), "again").tokens == continuation(again, 4)
     assert decode.outcomes["receive_verified"] == 1
