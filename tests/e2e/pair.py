@@ -11,7 +11,8 @@ from pd_transfer.core.outcomes import Level
 from tests.stack.engines import DECODE_ROLE, PREFILL_ROLE, REPOSITORY, Engine, EngineSettings, running
 from tests.stack.exactness import TOP_LOGPROBS, difference, generated, hand_off
 
-SETTLE_SECONDS = 15.0
+SETTLE_SECONDS = 45.0
+"""Longer than a lease lives after its last renewal: one whose grant was forged or swapped is nobody's to release."""
 TINY_HYBRID = REPOSITORY / "tests" / "models" / "tiny_hybrid"
 
 
