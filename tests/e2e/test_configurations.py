@@ -74,7 +74,7 @@ def test_other_weights_of_the_same_shape_are_refused(mismatched: Pair) -> None:
     fields = {"max_tokens": 4, "logprobs": TOP_LOGPROBS}
 
     def ask() -> None:
-        params = hand_off(mismatched.prefill.url, prompt)
+        params = hand_off(mismatched.prefill.url, prompt, cache_salt="a")
         reply = mismatched.decode.complete(prompt, cache_salt="a", kv_transfer_params=params, **fields)
         assert tokens(reply) == tokens(mismatched.decode.complete(prompt, cache_salt="b", **fields))
 

@@ -32,7 +32,7 @@ def exact(pair: Pair, prompt: list[int], reply: dict[str, Any], salt: str, choic
 
 def test_params_swapped_between_two_requests(pair: Pair) -> None:
     first, second = random_prompt(200, seed=1), random_prompt(200, seed=2)
-    params = [hand_off(pair.prefill.url, prompt) for prompt in (first, second)]
+    params = [hand_off(pair.prefill.url, prompt, cache_salt="swapped") for prompt in (first, second)]
 
     def ask() -> None:
         for prompt, other in ((first, params[1]), (second, params[0])):
