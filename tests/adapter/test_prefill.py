@@ -165,6 +165,19 @@ def test_an_aborted_request_is_not_handed_off(lab):
     assert not prefill.outcomes
 
 
+def test_a_request_that_is_aborted_in_its_last_step_is_not_handed_off(lab):
+    prefill = lab.engine("p")
+    request = prefill.add("r", prompt_of(100), DECODE_LATER)
+    output = prefill.scheduler.schedule()
+    assert request.num_computed_tokens == request.num_prompt_tokens
+    prefill.abort("r")
+    # Everything is computed, but nobody is left to whom the params could go.
+    assert prefill.num_free_blocks == prefill.num_free_at_start
+    prefill._take(output, prefill._execute(output))
+    lab.settle()
+    assert not prefill.outcomes
+
+
 def test_a_preempted_request_is_handed_off_after_it_has_been_computed_again(lab):
     prefill = lab.engine("p", max_step_tokens=64)
     prompt = prompt_of(200)
