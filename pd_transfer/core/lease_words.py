@@ -12,6 +12,7 @@ import numpy.typing as npt
 from pd_transfer.core.leases import WordBatch
 
 WORD_BYTES = 8
+"""Word ``slot`` of a table is ``slot * WORD_BYTES`` after its address."""
 GENERATION_BITS = 32
 
 

@@ -15,12 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pd_transfer.core.layout import DescriptorRow, MemoryKind, MemoryRange, RemoteMemory
+from pd_transfer.core.lease_words import WORD_BYTES
 from pd_transfer.core.params import PeerKey, Transfer
 
 Indices = npt.NDArray[np.int32]
 
-WORD_BYTES = 8
-"""Size of a lease word; word ``slot`` is at ``words.address + slot * WORD_BYTES``."""
 
 _ADDRESS_LIMIT = 2**64
 _INDEX_LIMIT = 2**31

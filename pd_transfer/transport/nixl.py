@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from pd_transfer.core.layout import DescriptorRow, MemoryRange, RemoteMemory
+from pd_transfer.core.lease_words import WORD_BYTES
 from pd_transfer.core.params import PeerKey, Transfer
 from pd_transfer.errors import TransportError
-from pd_transfer.transport.base import WORD_BYTES, Indices, invalid_remote, invalid_rows
+from pd_transfer.transport.base import Indices, invalid_remote, invalid_rows
 from pd_transfer.transport.nixl_agent import NixlAgent
 
 _NUM_LANDING_WORDS = 4096
