@@ -66,6 +66,11 @@ def transfer_config(role: str, extra: Mapping[str, Any] | None = None, policy: s
     }
 
 
+def _own_environment() -> dict[str, str]:
+    """The caller's environment without its settings for vLLM: what an engine logs and does is decided here alone."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+
+
 class ServerProcess:
     """One process that serves HTTP: started at construction, ready after ``wait_ready``."""
 
@@ -82,7 +87,7 @@ class ServerProcess:
                 command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {})},
+                env={**_own_environment(), **(environment or {})},
                 cwd=REPOSITORY,
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
