@@ -75,11 +75,17 @@ class ServerProcess:
     """One process that serves HTTP: started at construction, ready after ``wait_ready``."""
 
     def __init__(
-        self, name: str, command: Sequence[str], port: int, logs: Path, environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        command: Sequence[str],
+        port: int,
+        logs: Path,
+        environment: Mapping[str, str] | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
         self.name = name
         self.port = port
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://{host}:{port}"
         self.log_path = logs / f"{name}.log"
         logs.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("w") as log:
@@ -105,6 +111,11 @@ class ServerProcess:
     def log_tail(self, num_lines: int = 15) -> str:
         """The end of the log."""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-num_lines:])
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process that was started is gone."""
+        return self._process.poll() is not None
 
     def wait_ready(self, path: str = "/health", seconds: float = START_SECONDS) -> Self:
         """Wait until the server answers. Raises StackError."""
@@ -156,13 +167,19 @@ class EngineSettings:
     kv_transfer_config: Mapping[str, Any] | None = None
     """Instead of the one that ``role``, ``extra`` and ``policy`` make."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    """Where others reach it: another address when ``prefix`` starts it in a network namespace."""
+    port: int = 0
+    """Of HTTP; 0 is any free one."""
+    prefix: tuple[str, ...] = ()
+    """What stands before the command."""
 
 
 class Engine(ServerProcess):
     """A ``vllm serve`` on the CPU."""
 
     def __init__(self, name: str, settings: EngineSettings, logs: Path) -> None:
-        port = free_port()
+        port = settings.port or free_port()
         arguments = ["serve", str(settings.model), "--port", str(port), "--served-model-name", "model"]
         arguments += ["--enforce-eager", "--dtype", "bfloat16", "--max-logprobs", "50", *settings.arguments]
         config = settings.kv_transfer_config
@@ -180,7 +197,8 @@ class Engine(ServerProcess):
             **settings.environment,
         }
         self.settings = settings
-        super().__init__(name, [str(Path(sys.executable).parent / "vllm"), *arguments], port, logs, environment)
+        command = [*settings.prefix, str(Path(sys.executable).parent / "vllm"), *arguments]
+        super().__init__(name, command, port, logs, environment, settings.host)
 
     def complete(self, prompt: Sequence[int] | str, **fields: Any) -> dict[str, Any]:
         """Post one completion request and return the reply; greedy, with token ids as keys. Raises on an HTTP error."""
