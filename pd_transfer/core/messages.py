@@ -124,6 +124,12 @@ def printable(text: str) -> str:
     return repr(text[:_MAX_LOGGED_CHARS])
 
 
+def one_line(sentence: str) -> str:
+    """A sentence of ours that may quote a peer or a client, fit for a log line: short, and nothing but printable."""
+    short = sentence[:_MAX_LOGGED_CHARS]
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in short)
+
+
 def incompatibility(local: EngineDescription, remote: EngineDescription) -> str | None:
     """Why KV cannot move between two engines, naming both values; None when it can."""
     if local.num_ranks != remote.num_ranks:

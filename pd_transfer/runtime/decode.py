@@ -14,7 +14,7 @@ from pd_transfer.core.admissions import (
     TokensFound,
 )
 from pd_transfer.core.layout import BlockRun
-from pd_transfer.core.messages import Malformed, Message, Refused, Renewed
+from pd_transfer.core.messages import Malformed, Message, Refused, Renewed, one_line
 from pd_transfer.core.outcomes import Level, Outcome, Outcomes, Quantity
 from pd_transfer.core.params import Address, RemotePrefill, RequestId
 from pd_transfer.core.peers import ConnectPeer, PeerBook, PeerState, RetirePeer, SendMessage
@@ -185,7 +185,7 @@ class DecodeSide:
 
     def _log(self, request_id: RequestId, outcome: Outcome, reason: str) -> None:
         advice = _ADVICE.get(outcome, "the prompt is computed here instead")
-        logger.warning("%s: %s: %s; %s", request_id, outcome.value, reason, advice)
+        logger.warning("%s: %s: %s; %s", request_id, outcome.value, one_line(reason), advice)
 
     def next_deadline(self) -> float | None:
         """When ``pass_time`` next has something to do."""

@@ -23,6 +23,7 @@ from pd_transfer.core.messages import (
     encode,
     incompatibility,
     invalid_welcome,
+    one_line,
     printable,
 )
 from tests.core.examples import DECODE_ENGINE, LAYOUT, make_engine, make_layout, make_rank, make_welcome
@@ -231,3 +232,9 @@ def test_a_peers_text_is_one_short_line_of_a_log():
     assert printable("no") == "'no'"
     assert "\n" not in printable("no\nERROR all is lost")
     assert len(printable("x" * 100_000)) < 600
+
+
+def test_a_sentence_that_quotes_a_peer_stays_in_its_line():
+    assert one_line("the lease's word is é") == "the lease's word is é"
+    assert one_line("no\nERROR \x1b[2J \ud800") == "no\\nERROR \\x1b[2J \\ud800"
+    assert len(one_line("x" * 100_000)) < 600
