@@ -438,8 +438,8 @@ class World:
         for request_id in self.waiting:
             self.decode.side.request_ended(request_id, self.now)
         self.waiting.clear()
-        for address in (HONEST, *STRANGERS):
-            self.decode.side.connection_lost(address, self.now)
+        for peer in list(self.decode.peers.peers()):
+            self.decode.side.connection_lost(peer.address, self.now)
         for _ in range(3):
             self._drop_mail_to_strangers()
             self._deliver()
