@@ -1,1 +1,5 @@
-"""How scheduler processes talk: the protocol (``base``), a fake that ships (``memory``), and ZeroMQ (``zmq``)."""
+"""How scheduler processes talk.
+
+The protocol (``base``), a fake that ships (``memory``), and ZeroMQ (``zmq``) with its keys (``curve``), its door
+(``gate``) and what that remembers (``strangers``).
+"""

@@ -1,8 +1,8 @@
 """What a side channel must do: carry opaque requests to peers' addresses and opaque replies back.
 
-One endpoint per scheduler process, owned by one thread at a time (only ``wake`` and ``num_dropped`` may be used by
-others). It can serve (when bound), ask (any address), or both. Messages may be lost; nothing here waits except
-``poll``; nothing from the network raises. Messages between two endpoints keep their order in each direction.
+One endpoint per scheduler process, owned by one thread at a time (only ``wake``, ``num_dropped`` and ``num_refused``
+may be used by others). It can serve (when bound), ask (any address), or both. Messages may be lost; nothing here waits
+except ``poll``; nothing from the network raises. Messages between two endpoints keep their order in each direction.
 
 After ``close`` every method does nothing, and ``poll`` returns an empty list at once.
 """
@@ -57,6 +57,10 @@ class SideChannel(Protocol):
     @property
     def num_dropped(self) -> int:
         """Messages that this endpoint is known to have dropped: malformed, too long, or impossible to send."""
+
+    @property
+    def num_refused(self) -> int:
+        """Connections to this endpoint that ended without the right keys. What they sent is dropped uncounted."""
 
     def poll(self, timeout_seconds: float | None) -> list[Received]:
         """Wait for the next messages, at most ``timeout_seconds`` (None: for ever), or until ``wake`` is called.

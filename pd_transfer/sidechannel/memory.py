@@ -132,10 +132,13 @@ class MemoryNetwork:
             return address
 
     def _request(self, asker: "MemorySideChannel", address: Address, payload: bytes) -> bool:
-        """Send a request; False when nobody listens there."""
+        """Send a request; False when nobody listens there. A server with another key counts it and sees nothing."""
         server = self._servers.get(address)
         if server is None:
             return False
+        if server._key != asker._key:
+            server.num_refused += 1
+            return True
         connections = self._connections_where(address=address, asker=asker)
         if connections:
             connection = connections[0]
@@ -192,11 +195,13 @@ class MemorySideChannel:
     """An endpoint of a ``MemoryNetwork``; see ``base.SideChannel``. ``address`` makes it serve (port 0: a free one).
 
     Raises SideChannelError when another endpoint listens there. Requests to an address where nobody listens are
-    dropped, never kept.
+    dropped, never kept. Endpoints with different ``key`` do not get to talk.
     """
 
-    def __init__(self, network: MemoryNetwork, address: Address | None = None) -> None:
+    def __init__(self, network: MemoryNetwork, address: Address | None = None, key: str = "") -> None:
         self.num_dropped = 0
+        self.num_refused = 0
+        self._key = key
         self._network = network
         self._changed = network._changed
         self._inbox: deque[Received] = deque()

@@ -1,4 +1,4 @@
-"""The side channel over ZeroMQ: one ROUTER that serves, one DEALER per asked address. The only importer of zmq.
+"""The side channel over ZeroMQ: one ROUTER that serves, one DEALER per asked address.
 
 The caller's thread does everything in ``poll`` and the sends; libzmq's own I/O threads move the bytes. A request is one
 frame; a ROUTER puts the asker's routing id, our ``origin``, in front of it. Anything else is dropped and counted.
@@ -6,8 +6,8 @@ frame; a ROUTER puts the asker's routing id, our ``origin``, in front of it. Any
 A DEALER lives as long as its connection. libzmq would reconnect by itself and deliver old requests to whoever listens
 then; instead a broken connection closes its DEALER, so that ``ConnectionLost`` is the truth about what was asked.
 
-What libzmq does not bound: the number of frames of one incoming message, and the number of connections. Only keys and
-an allow-list keep strangers from using that.
+What libzmq does not bound: the number of frames of one incoming message, and the number of connections. Only keys keep
+strangers from using that: with them, a ``Gate`` stands before the ROUTER.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import re
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -32,6 +32,8 @@ from pd_transfer.sidechannel.base import (
     ReplyReceived,
     RequestReceived,
 )
+from pd_transfer.sidechannel.curve import CurveKeys
+from pd_transfer.sidechannel.gate import Gate
 
 LINGER_MILLISECONDS = 200
 """How long a closing socket may still deliver: enough for a last Release, and a shutdown nobody notices."""
@@ -83,21 +85,6 @@ _HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?")
 
 _LONGEST_WAIT_SECONDS = 3600.0
 """``poll`` waits in pieces of this length, because libzmq's timeout is a C integer of milliseconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class CurveKeys:
-    """CURVE keys in Z85 (40 characters each), the same server pair on every engine of a deployment.
-
-    They encrypt, and prove to askers that they reached a server of ours. Whoever knows ``server_public`` may ask: the
-    client pair proves nothing until servers check it against an allow-list.
-    """
-
-    server_public: bytes
-    client_public: bytes
-    client_secret: bytes = field(repr=False)
-    server_secret: bytes | None = field(default=None, repr=False)
-    """Needed to serve; None in an engine that only asks."""
 
 
 @dataclass(slots=True)
@@ -179,6 +166,7 @@ class ZmqSideChannel:
         self._max_peers = max_peers
         self._peers: dict[Address, _Peer] = {}
         self._router: zmq.Socket[bytes] | None = None
+        self._gate: Gate | None = None
         self._context = zmq.Context(io_threads=2)
         # A DEALER and two ends of a monitor per peer, and as much again for peers that are still lingering.
         self._context.set(zmq.MAX_SOCKETS, 6 * max_peers + 16)
@@ -190,6 +178,11 @@ class ZmqSideChannel:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def num_refused(self) -> int:
+        """See ``base.SideChannel``."""
+        return 0 if self._gate is None else self._gate.num_refused
 
     def poll(self, timeout_seconds: float | None) -> list[Received]:
         """See ``base.SideChannel``."""
@@ -239,6 +232,8 @@ class ZmqSideChannel:
         self._waker.close()
         for address in list(self._peers):
             self.disconnect(address)
+        if self._gate is not None:
+            self._gate.close()
         # The context knows every socket that is still open and waits for all of them to linger.
         self._context.destroy()
 
@@ -249,8 +244,8 @@ class ZmqSideChannel:
             router = None if bind is None else self._new_router()
         except zmq.ZMQError as error:
             raise SideChannelError(
-                f"Cannot set up ZeroMQ ({error}). With CURVE keys: each must be 40 characters of Z85, as "
-                "zmq_curve_keypair prints them."
+                f"Cannot set up ZeroMQ ({error}). With CURVE keys: each must be 40 characters of Z85, as 'pdt keys' "
+                "makes them."
             ) from error
         if bind is not None and router is not None:
             self.bound_port = _bind(router, bind)
@@ -271,17 +266,23 @@ class ZmqSideChannel:
         router.setsockopt(zmq.AFFINITY, _MAIN_IO_THREAD)
         if self._keys is not None:
             if self._keys.server_secret is None:
-                raise SideChannelError("CurveKeys.server_secret is missing: an engine that serves needs it.")
+                raise SideChannelError(
+                    "This engine serves, and its key file has no server_secret: set key_file to the deployment's "
+                    "prefill.key."
+                )
             router.setsockopt(zmq.CURVE_SERVER, 1)
-            router.setsockopt(zmq.CURVE_SECRETKEY, self._keys.server_secret)
+            router.setsockopt(zmq.CURVE_SECRETKEY, self._keys.server_secret.encode())
+            self._gate = Gate(self._context, router, self._keys.clients.values())
+            for watched in self._gate.sockets:
+                self._poller.register(watched, zmq.POLLIN)
         return router
 
     def _new_dealer(self) -> zmq.Socket[bytes]:
         dealer = self._new_socket(zmq.DEALER)
         if self._keys is not None:
-            dealer.setsockopt(zmq.CURVE_SERVERKEY, self._keys.server_public)
-            dealer.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.client_public)
-            dealer.setsockopt(zmq.CURVE_SECRETKEY, self._keys.client_secret)
+            dealer.setsockopt(zmq.CURVE_SERVERKEY, self._keys.server_public.encode())
+            dealer.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.client_public.encode())
+            dealer.setsockopt(zmq.CURVE_SECRETKEY, self._keys.client_secret.encode())
         return dealer
 
     def _connect(self, address: Address) -> _Peer | None:
@@ -328,6 +329,8 @@ class ZmqSideChannel:
 
     def _receive(self, ready: dict[object, int]) -> list[Received]:
         received: list[Received] = []
+        if self._gate is not None and any(watched in ready for watched in self._gate.sockets):
+            self._gate.work()
         if self._router is not None and self._router in ready:
             received += [RequestReceived(origin, payload) for origin, payload in self._take(self._router, 2)]
         for peer in list(self._peers.values()):

@@ -34,6 +34,17 @@ class MemoryBed:
     def asker(self) -> SideChannel:
         return self._closing(MemorySideChannel(self.network))
 
+    def keyed_server(self) -> SideChannel:
+        return self._closing(MemorySideChannel(self.network, Address(self.HOST, 0), key="ours"))
+
+    def listed(self) -> SideChannel:
+        """An asker whom keyed servers answer."""
+        return self._closing(MemorySideChannel(self.network, key="ours"))
+
+    def strangers(self) -> list[SideChannel]:
+        """Askers whom they do not, one of each kind."""
+        return [self.asker(), self._closing(MemorySideChannel(self.network, key="another"))]
+
     def close(self) -> None:
         self._open.close()
 
@@ -50,15 +61,28 @@ class ZmqBed(MemoryBed):
     def __init__(self) -> None:
         super().__init__()
         pytest.importorskip("zmq")
+        from pd_transfer.sidechannel import curve
         from pd_transfer.sidechannel.zmq import ZmqSideChannel
 
         self._kind = ZmqSideChannel
+        self._server_keys = curve.new_server_keys("listed")
+        stranger = curve.new_client_keys(self._server_keys)
+        self._strangers = [None, curve.new_server_keys("another deployment's"), stranger]
 
     def server(self, port: int = 0) -> SideChannel:
         return self._closing(self._kind(Address(self.HOST, port)))
 
     def asker(self) -> SideChannel:
         return self._closing(self._kind())
+
+    def keyed_server(self) -> SideChannel:
+        return self._closing(self._kind(Address(self.HOST, 0), self._server_keys))
+
+    def listed(self) -> SideChannel:
+        return self._closing(self._kind(keys=self._server_keys))
+
+    def strangers(self) -> list[SideChannel]:
+        return [self._closing(self._kind(keys=keys)) for keys in self._strangers]
 
 
 def address_of(server: SideChannel, host: str) -> Address:

@@ -50,6 +50,7 @@ class TestMessages:
             exchange(asker, server, address, payload)
         assert asker.bound_port is None
         assert (server.num_dropped, asker.num_dropped) == (0, 0)
+        assert (server.num_refused, asker.num_refused) == (0, 0)
 
     def test_longest_message(self, bed: MemoryBed) -> None:
         server, asker = bed.server(), bed.asker()
@@ -179,6 +180,37 @@ class TestWhoIsNotThere:
         exchange(bed.asker(), server, address_of(server, bed.HOST))
         server.close()
         assert until(lambda: bed.server(port)).bound_port == port
+
+
+class TestKeys:
+    def test_listed_askers_are_answered(self, bed: MemoryBed) -> None:
+        server = bed.keyed_server()
+        for _ in range(2):
+            exchange(bed.listed(), server, address_of(server, bed.HOST))
+        assert server.num_refused == 0
+
+    def test_strangers_are_counted_and_not_heard(self, bed: MemoryBed) -> None:
+        server, listed = bed.keyed_server(), bed.listed()
+        address = address_of(server, bed.HOST)
+        for number, stranger in enumerate(bed.strangers()):
+            stranger.send_request(address, b"hello")
+            heard: list[Received] = []
+
+            def is_refused(refusals: int = number + 1, heard: list[Received] = heard) -> bool:
+                heard += server.poll(0.01)
+                return server.num_refused >= refusals
+
+            until(is_refused)
+            assert heard == stranger.poll(0.0) == []
+            exchange(listed, server, address)
+        assert server.num_dropped == 0
+
+    def test_a_keyed_asker_does_not_talk_to_a_server_without_keys(self, bed: MemoryBed) -> None:
+        server, asker = bed.server(), bed.listed()
+        address = address_of(server, bed.HOST)
+        asker.send_request(address, b"hello")
+        exchange(bed.asker(), server, address)
+        assert asker.poll(0.1) == []
 
 
 class TestConnections:

@@ -1,4 +1,4 @@
-"""What only ZeroMQ can get wrong: junk on the port, foreign senders, silent peers, addresses, keys."""
+"""What only ZeroMQ can get wrong: junk on the port, foreign senders, silent peers, addresses."""
 
 import errno
 import random
@@ -18,7 +18,7 @@ pytest.importorskip("zmq")
 
 import zmq
 
-from pd_transfer.sidechannel.zmq import MAX_PEERS, CurveKeys, ZmqSideChannel
+from pd_transfer.sidechannel.zmq import MAX_PEERS, ZmqSideChannel
 
 LOCAL = Address("127.0.0.1", 0)
 
@@ -30,20 +30,14 @@ def opened() -> Iterator[Callable[..., ZmqSideChannel]]:
 
         def open_endpoint(
             bind: Address | None = None,
-            keys: CurveKeys | None = None,
             heartbeat_seconds: float = 5.0,
             max_peers: int = MAX_PEERS,
         ) -> ZmqSideChannel:
-            endpoint = ZmqSideChannel(bind, keys, heartbeat_seconds, max_peers)
+            endpoint = ZmqSideChannel(bind, None, heartbeat_seconds, max_peers)
             stack.callback(endpoint.close)
             return endpoint
 
         yield open_endpoint
-
-
-@pytest.fixture(scope="module")
-def keys() -> CurveKeys:
-    return new_keys()
 
 
 @pytest.fixture
@@ -327,48 +321,3 @@ class TestAddresses:
                 ZmqSideChannel(address)
         assert isinstance(raised.value.__cause__, zmq.ZMQError)
         assert raised.value.__cause__.errno == errno.EADDRINUSE
-
-
-class TestKeys:
-    def test_same_keys_talk(self, opened: Callable[..., ZmqSideChannel], keys: CurveKeys) -> None:
-        server = opened(LOCAL, keys)
-        asker = opened(keys=CurveKeys(keys.server_public, keys.client_public, keys.client_secret))
-        exchange(asker, server, local(server))
-
-    @pytest.mark.parametrize("wrong", ["no keys", "another server key"])
-    def test_other_askers_get_nothing(self, opened: Callable[..., ZmqSideChannel], keys: CurveKeys, wrong: str) -> None:
-        server, stranger = opened(LOCAL, keys), opened(keys=None if wrong == "no keys" else new_keys())
-        stranger.send_request(local(server), b"hello")
-        assert server.poll(0.3) == []
-        assert stranger.poll(0.1) == []
-        exchange(opened(keys=keys), server, local(server))
-
-    def test_keyed_asker_does_not_talk_to_a_server_without_keys(
-        self, opened: Callable[..., ZmqSideChannel], keys: CurveKeys
-    ) -> None:
-        server, asker = opened(LOCAL), opened(keys=keys)
-        asker.send_request(local(server), b"hello")
-        assert server.poll(0.3) == []
-        exchange(opened(), server, local(server))
-
-    @pytest.mark.parametrize("malformed", [b"", b"short", b"~" * 40])
-    def test_malformed_keys(self, keys: CurveKeys, malformed: bytes) -> None:
-        with pytest.raises(SideChannelError, match="40 characters of Z85"):
-            ZmqSideChannel(keys=CurveKeys(malformed, keys.client_public, keys.client_secret))
-        with pytest.raises(SideChannelError, match="40 characters of Z85"):
-            ZmqSideChannel(LOCAL, CurveKeys(keys.server_public, keys.client_public, keys.client_secret, malformed))
-
-    def test_serving_needs_the_server_secret(self, keys: CurveKeys) -> None:
-        with pytest.raises(SideChannelError, match="server_secret is missing"):
-            ZmqSideChannel(LOCAL, CurveKeys(keys.server_public, keys.client_public, keys.client_secret))
-
-    def test_secrets_are_not_shown(self, keys: CurveKeys) -> None:
-        assert keys.server_secret is not None
-        assert keys.server_secret.decode() not in repr(keys)
-        assert keys.client_secret.decode() not in repr(keys)
-
-
-def new_keys() -> CurveKeys:
-    server_public, server_secret = zmq.curve_keypair()
-    client_public, client_secret = zmq.curve_keypair()
-    return CurveKeys(server_public, client_public, client_secret, server_secret)

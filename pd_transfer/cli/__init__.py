@@ -1,0 +1,1 @@
+"""``pdt``, the operator's command line. One module per subcommand; ``main`` knows them."""
