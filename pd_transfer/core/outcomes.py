@@ -22,6 +22,8 @@ class Outcome(StrEnum):
     MESSAGE_MALFORMED = "message_malformed"
     MESSAGE_DROPPED = "message_dropped"
     """The side channel could not deliver it, or took it for junk."""
+    HANDSHAKE_REFUSED = "handshake_refused"
+    """Somebody without the right keys, or nobody of ours at all, connected to the side channel."""
     # Decode: requests whose params could not be used; the prompt is computed locally.
     PARAMS_INVALID = "params_invalid"
     GRANT_MALFORMED = "grant_malformed"

@@ -57,7 +57,7 @@ class SchedulerRuntime:
         self._lock = threading.Lock()
         self._closing = False
         self._num_internal_errors = 0
-        self._num_dropped_before = 0
+        self._side_channel_totals: Outcomes = Counter()
         self._last_letter: dict[Address, float] = {}
         self._thread = threading.Thread(target=self._run, name="pd-transfer-side-channel", daemon=True)
 
@@ -86,9 +86,14 @@ class SchedulerRuntime:
         with self._lock:
             collected.outcomes[Outcome.INTERNAL_ERROR] += self._num_internal_errors
             self._num_internal_errors = 0
-            num_dropped = self._side_channel.num_dropped
-            collected.outcomes[Outcome.MESSAGE_DROPPED] += num_dropped - self._num_dropped_before
-            self._num_dropped_before = num_dropped
+            totals = Counter(
+                {
+                    Outcome.MESSAGE_DROPPED: self._side_channel.num_dropped,
+                    Outcome.HANDSHAKE_REFUSED: self._side_channel.num_refused,
+                }
+            )
+            collected.outcomes.update(totals - self._side_channel_totals)
+            self._side_channel_totals = totals
             if self._prefill is not None:
                 for counter in (self._prefill.outcomes, self._prefill.leases.outcomes):
                     collected.outcomes.update(counter)
