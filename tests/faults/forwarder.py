@@ -120,6 +120,11 @@ class Forwarder:
         """The same params, with this forwarder's address instead of prefill's."""
         return params | {"remote_host": "127.0.0.1", "remote_port": self.port}
 
+    @property
+    def num_connections(self) -> int:
+        """How many connections are being forwarded."""
+        return len(self._connections) // 2
+
     def cut(self) -> None:
         """Reset every connection, now."""
 

@@ -1,0 +1,28 @@
+"""All cases, the positive control of their verdicts, and the order in which a bed runs them."""
+
+from collections.abc import Iterator
+
+from tests.faults import cases_leases, cases_processes, cases_reads, cases_side_channel
+from tests.faults.bed import ANSWER_SECONDS, POLICIES, TRANSPORTS, Bed
+from tests.faults.client import post
+from tests.faults.run import Case
+from tests.faults.verdicts import Judgement, judge
+
+BOOKS = (cases_side_channel.BOOK, cases_leases.BOOK, cases_reads.BOOK, cases_processes.BOOK)
+CASES: dict[str, Case] = {name: case for book in BOOKS for name, case in book.cases.items()}
+BEDS = tuple((transport, policy) for transport in TRANSPORTS for policy in POLICIES)
+
+
+def cases_of(transport: str, name_contains: str = "") -> Iterator[Case]:
+    """The cases that exist on a transport; those that restart engines come last."""
+    chosen = [case for case in CASES.values() if transport in case.transports and name_contains in case.name]
+    return iter(sorted(chosen, key=lambda case: case.restarts))
+
+
+def judge_damage(bed: Bed) -> Judgement:
+    """The control: an answer from blocks that were overwritten after the read. It has to be judged wrong."""
+    question = bed.question(seed=98)
+    params = bed.hand_off(question)
+    with bed.stages.damaging():
+        reply = post(bed.decode.url, question.body(params), ANSWER_SECONDS)
+    return judge(reply, question.oracle)
