@@ -69,7 +69,9 @@ class Question:
 
 
 class Bed:
-    """The two engines of one transport and policy. Enter it to start them; ``mend`` restarts what died."""
+    """The two engines of one transport and policy; ``restart`` gives one of them another life."""
+
+    settle_seconds = SETTLE_SECONDS
 
     def __init__(self, transport: str, policy: str, link: Link | None = None) -> None:
         self.transport, self.policy = transport, policy

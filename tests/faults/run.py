@@ -10,7 +10,7 @@ from typing import Any
 
 import requests
 
-from tests.faults.bed import ANSWER_SECONDS, SETTLE_SECONDS, Bed, Question
+from tests.faults.bed import ANSWER_SECONDS, Bed, Question
 from tests.faults.client import LeavingClient, post
 from tests.faults.forwarder import Fault, Forwarder
 from tests.faults.stages import Stage
@@ -228,7 +228,7 @@ def _judge_counters(
     bed: Bed, case: Case, row: Row, before: Mapping[str, tuple[int, dict[str, float]]], num_asked: int
 ) -> None:
     wanted = {"decode": dict(case.decode), "prefill": dict(case.prefill)}
-    deadline = time.monotonic() + SETTLE_SECONDS
+    deadline = time.monotonic() + bed.settle_seconds
     while True:
         gained = _gained(before, bed.counters())
         row.outcomes = gained["decode"]
