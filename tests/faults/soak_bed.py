@@ -206,6 +206,8 @@ class AbortAt(Enum):
     """Where in its life a request is aborted."""
 
     NEVER = auto()
+    DOOR = auto()
+    """The serving layer turns it away."""
     ASKING = auto()
     FOUND = auto()
     ORDERED = auto()
@@ -246,6 +248,7 @@ class DecodeEngine:
         self._asking: dict[RequestId, Request] = {}
         self._loading: dict[RequestId, Request] = {}
         self.num_transfers = 0
+        self.num_verified = 0
         self.num_wrong = 0
 
     @property
@@ -255,8 +258,12 @@ class DecodeEngine:
 
     def arrive(self, request: Request, params: dict[str, Any]) -> None:
         """A client's request with what prefill answered."""
+        digest = digest_of(request.prompt)
         with self._runtime.decode() as (half, now):
-            half.arrive(request.request_id, remote_prefill(params), digest_of(request.prompt), request.num_tokens, now)
+            if request.abort_at is AbortAt.DOOR:
+                half.turn_away(remote_prefill(params), now)
+                return
+            half.arrive(request.request_id, remote_prefill(params), digest, request.num_tokens, now)
         self._asking[request.request_id] = request
 
     def step(self) -> None:
@@ -311,6 +318,7 @@ class DecodeEngine:
     def _ended(self, request: Request, outcome: Outcome) -> None:
         self.num_transfers += 1
         if outcome is Outcome.RECEIVE_VERIFIED:
+            self.num_verified += 1
             self.num_wrong += self.pages.share_of(request.prompt, request.granted, request.table) < 1.0
         self._free.update(request.table)
 

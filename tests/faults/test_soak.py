@@ -12,7 +12,7 @@ import pytest
 
 from pd_transfer.core.outcomes import Level, Outcome
 from tests.faults.soak import MAX_GROWTH_BYTES, WAYS, Plan, Record, Sample, Soak, memory_growth, verdict
-from tests.faults.soak_bed import Held, Usage
+from tests.faults.soak_bed import AbortAt, Held, Usage
 
 
 def red(record):
@@ -38,6 +38,7 @@ def test_a_small_soak_is_clean(way):
 def test_a_soak_is_clean(way):
     record = soaked(Plan(num_transfers=2000, num_restarts=5, backend_params=WAYS[way]))
     assert red(record) == set()
+    assert set(record.aborts) == set(AbortAt)
     assert record.outcomes[Outcome.RECEIVE_STALE]
     assert record.outcomes[Outcome.RECEIVE_FAILED], "prefill was never killed while it was read from"
 
