@@ -48,6 +48,8 @@ class Outcome(StrEnum):
     RECEIVE_STALE = "receive_stale"
     """The lease word had changed: the lease was over before the last byte arrived."""
     RECEIVE_FAILED = "receive_failed"
+    RECEIVE_RETRIED = "receive_retried"
+    """A transfer failed; its receive began anew. How that ended is counted apart."""
     RECEIVE_TIMED_OUT = "receive_timed_out"
     RECEIVE_UNCOVERED = "receive_uncovered"
     """The grant did not offer a block that decode needed."""

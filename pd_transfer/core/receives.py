@@ -4,6 +4,9 @@ A receive reads the KV, then, in a second transfer after the last byte has arriv
 word makes it good. A transfer cannot be aborted: a receive that failed or is no longer wanted drains, and is reported
 (its blocks are free to be used again) only when no transfer can still write to them.
 
+A receive whose transfer fails begins anew, once, after its peer has been connected anew: what broke may have been the
+connection alone. Its deadline stays, and its lease word still decides (docs/adr/0008).
+
 At most one transfer of a receive is outstanding, so events and actions name the request.
 """
 
@@ -17,10 +20,12 @@ from pd_transfer.core.plan import ReadPlan, Uncovered
 
 
 class ReceiveState(Enum):
-    """TRANSFERRING: KV is arriving. VERIFYING: the word is. DRAINING: lost, waiting for the transfer to end."""
+    """TRANSFERRING: KV is arriving. VERIFYING: the word is. RETRYING: the transfer failed, the peer is being connected
+    anew. DRAINING: lost, waiting for the transfer to end."""
 
     TRANSFERRING = auto()
     VERIFYING = auto()
+    RETRYING = auto()
     DRAINING = auto()
     COMPLETED = auto()
     FAILED = auto()
@@ -85,8 +90,18 @@ class NotCovered:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerReconnected:
+    """The peer has been connected anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedForGood:
+    """The transfer failed, and there is no other try."""
+
+
+@dataclass(frozen=True, slots=True)
 class DeadlinePassed:
-    """The transfer has taken too long."""
+    """The receive has taken too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +123,14 @@ RECEIVE_TABLE = TransitionTable(
         (ReceiveState.VERIFYING, WordMatched): ReceiveState.COMPLETED,
         (ReceiveState.VERIFYING, WordChanged): ReceiveState.FAILED,
         (ReceiveState.TRANSFERRING, NotCovered): ReceiveState.FAILED,
-        (ReceiveState.TRANSFERRING, TransferFailed): ReceiveState.FAILED,
-        (ReceiveState.VERIFYING, TransferFailed): ReceiveState.FAILED,
+        (ReceiveState.TRANSFERRING, TransferFailed): ReceiveState.RETRYING,
+        (ReceiveState.VERIFYING, TransferFailed): ReceiveState.RETRYING,
+        (ReceiveState.TRANSFERRING, FailedForGood): ReceiveState.FAILED,
+        (ReceiveState.VERIFYING, FailedForGood): ReceiveState.FAILED,
+        (ReceiveState.RETRYING, PeerReconnected): ReceiveState.TRANSFERRING,
+        (ReceiveState.RETRYING, FailedForGood): ReceiveState.FAILED,
+        (ReceiveState.RETRYING, DeadlinePassed): ReceiveState.FAILED,
+        (ReceiveState.RETRYING, AbortRequested): ReceiveState.ABORTED,
         (ReceiveState.TRANSFERRING, DeadlinePassed): ReceiveState.DRAINING,
         (ReceiveState.VERIFYING, DeadlinePassed): ReceiveState.DRAINING,
         (ReceiveState.TRANSFERRING, AbortRequested): ReceiveState.DRAINING,
@@ -138,6 +159,14 @@ class SubmitWordRead:
 
 
 @dataclass(frozen=True, slots=True)
+class ReconnectPeer:
+    """Connect the receive's peer anew, once nothing is read from it; then tell the book how that went."""
+
+    request: ReceiveRequest
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReportReceive:
     """The receive is over: no transfer of it can write any more. Exactly one per receive."""
 
@@ -154,12 +183,12 @@ class RebuildAgent:
     reason: str
 
 
-ReceiveAction = SubmitRead | SubmitWordRead | ReportReceive | RebuildAgent
+ReceiveAction = SubmitRead | SubmitWordRead | ReconnectPeer | ReportReceive | RebuildAgent
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivePolicy:
-    """How long a transfer may take before its receive is given up, and then before the agent is destroyed."""
+    """How long a receive may take before it is given up, and then its last transfer before the agent is destroyed."""
 
     read_seconds: float = 30.0
     drain_seconds: float = 30.0
@@ -167,13 +196,14 @@ class ReceivePolicy:
 
 @dataclass(slots=True)
 class Receive:
-    """One receive. ``loss`` says why it is lost, once it is."""
+    """One receive. ``loss`` says why it is lost, once it is; ``is_second_try`` from the first failed transfer on."""
 
     request: ReceiveRequest
     started_at: float
     deadline: float
     state: ReceiveState = ReceiveState.TRANSFERRING
     loss: tuple[Outcome, str] | None = None
+    is_second_try: bool = False
     story: Story = field(default_factory=lambda: Story("receive"))
 
 
@@ -211,11 +241,48 @@ class ReceiveBook:
         if receive.state is ReceiveState.DRAINING:
             return self._drained(receive, now)
         if isinstance(event, TransferFailed):
-            return self._lose(receive, event, Outcome.RECEIVE_FAILED, event.reason, now)
+            return self._try_again(receive, event, now)
         if isinstance(event, ReadCompleted):
             self._advance(receive, event, now)
             return [SubmitWordRead(receive.request)]
         return self._judge(receive, event, now)
+
+    def _try_again(self, receive: Receive, event: TransferFailed, now: float) -> list[ReceiveAction]:
+        if receive.is_second_try:
+            return self._lose(receive, FailedForGood(), Outcome.RECEIVE_FAILED, event.reason, now)
+        self._advance(receive, event, now)
+        receive.is_second_try = True
+        return [ReconnectPeer(receive.request, event.reason)]
+
+    def reconnected(self, peer: PeerKey, now: float) -> list[ReceiveAction]:
+        """A peer has been connected anew: its failed receives begin again, with the KV."""
+        actions: list[ReceiveAction] = []
+        for receive in self._retrying(peer):
+            self._advance(receive, PeerReconnected(), now)
+            assert isinstance(receive.request.plan, ReadPlan)  # without a plan nothing was submitted
+            actions.append(SubmitRead(receive.request, receive.request.plan))
+        return actions
+
+    def not_reconnected(self, peer: PeerKey, reason: str, now: float) -> list[ReceiveAction]:
+        """A peer cannot be connected anew: its failed receives are lost."""
+        actions: list[ReceiveAction] = []
+        for receive in self._retrying(peer):
+            actions += self._lose(receive, FailedForGood(), Outcome.RECEIVE_FAILED, reason, now)
+        return actions
+
+    def _retrying(self, peer: PeerKey) -> list[Receive]:
+        receives = self._receives.values()
+        return [r for r in receives if r.state is ReceiveState.RETRYING and r.request.peer == peer]
+
+    def fail_all(self, reason: str, now: float) -> list[ReceiveAction]:
+        """Every transfer has been ended from outside, because of a bug: every receive is over."""
+        actions: list[ReceiveAction] = []
+        for receive in list(self._receives.values()):
+            if receive.state is ReceiveState.DRAINING:
+                actions += self._drained(receive, now)
+            else:
+                actions += self._lose(receive, FailedForGood(), Outcome.RECEIVE_FAILED, reason, now)
+        return actions
 
     def _judge(self, receive: Receive, event: WordArrived, now: float) -> list[ReceiveAction]:
         expected = receive.request.expected_word
@@ -252,16 +319,17 @@ class ReceiveBook:
     def pass_time(self, now: float) -> list[ReceiveAction]:
         """Give up receives whose deadline has passed; ask for the agent's end when one does not drain."""
         stuck = ""
+        actions: list[ReceiveAction] = []
         for receive in [receive for receive in self._receives.values() if receive.deadline <= now]:
             if receive.state is ReceiveState.DRAINING:
                 stuck = str(receive.story)
                 receive.deadline = now + self._policy.drain_seconds
             else:
                 reason = f"no answer from {receive.request.peer} within {self._policy.read_seconds} s"
-                self._lose(receive, DeadlinePassed(), Outcome.RECEIVE_TIMED_OUT, reason, now)
-        if not stuck:
-            return []
-        return [RebuildAgent(f"a transfer did not end within {self._policy.drain_seconds} s: {stuck}")]
+                actions += self._lose(receive, DeadlinePassed(), Outcome.RECEIVE_TIMED_OUT, reason, now)
+        if stuck:
+            actions.append(RebuildAgent(f"a transfer did not end within {self._policy.drain_seconds} s: {stuck}"))
+        return actions
 
     def uses(self, peer: PeerKey) -> bool:
         """Whether a receive still reads from a peer."""

@@ -23,6 +23,7 @@ from pd_transfer.core.receives import (
     ReceiveEvent,
     ReceivePolicy,
     ReceiveRequest,
+    ReconnectPeer,
     ReportReceive,
     SubmitRead,
     SubmitWordRead,
@@ -30,8 +31,8 @@ from pd_transfer.core.receives import (
     WordArrived,
 )
 from pd_transfer.errors import TransportError
+from pd_transfer.runtime.connections import Connections
 from pd_transfer.runtime.orders import ReceiveResult, StepOrders, WorkerReport
-from pd_transfer.runtime.remote import RemotePeer
 from pd_transfer.transport.base import PullTransport
 
 logger = logging.getLogger("pd_transfer.worker")
@@ -63,16 +64,8 @@ class Outstanding:
     """The one transfer that a receive is waiting for."""
 
     transfer: Transfer
+    peer: PeerKey
     is_word: bool
-
-
-@dataclass(frozen=True, slots=True)
-class WarmUp:
-    """The read that sets a peer's connection up; ``is_late`` once it has missed its first deadline."""
-
-    key: PeerKey
-    deadline: float
-    is_late: bool = False
 
 
 Order = ConnectPeer | StartReceive | AbortReceive | RetirePeer
@@ -92,16 +85,12 @@ class PullLoop:
     ) -> None:
         """``after_read`` is called between the last byte and the lease word; tests damage blocks there."""
         self._transport = transport
-        self._policy = policy
-        self._rank = rank
         self._layout = layout
         self._local_rows = local_rows
         self._after_read = after_read
         self._book = ReceiveBook(policy)
-        self._peers: dict[PeerKey, RemotePeer] = {}
+        self._connections = Connections(transport, policy, rank)
         self._outstanding: dict[RequestId, Outstanding] = {}
-        self._warm_ups: dict[Transfer, WarmUp] = {}
-        self._leaving: set[PeerKey] = set()
         self.report = WorkerReport()
 
     def turn(self, orders: Iterable[Order], now: float) -> None:
@@ -121,32 +110,23 @@ class PullLoop:
         except Exception:
             logger.exception("internal error in a poll: every receive fails and the agent is rebuilt")
             self.fail_everything(now)
+        self.report.troubled_peers |= self._connections.take_blamed()
 
     def carry_out(self, order: Order, now: float) -> None:
         """Begin what an order asks for. Trouble with a peer ends in the report, never in an exception."""
         match order:
             case ConnectPeer():
-                self._connect(order, now)
+                self._connections.connect(order, now)
             case StartReceive():
                 self._act(self._book.start(self._plan(order), now), now)
             case AbortReceive():
                 self._act(self._book.handle(AbortRequested(order.request_id), now), now)
             case RetirePeer():
-                self._leaving.add(order.key)
-                self._forget_leaving()
-
-    def _connect(self, order: ConnectPeer, now: float) -> None:
-        peer = self._peers[order.key] = RemotePeer.from_welcome(order.welcome, self._rank)
-        try:
-            self._transport.add_peer(order.key, peer.served.memory, peer.rows)
-            # The first read sets the connection up; without it the first request would pay for that.
-            transfer = self._transport.submit_word_read(order.key, 0)
-            self._warm_ups[transfer] = WarmUp(order.key, now + self._policy.read_seconds)
-        except TransportError as error:
-            self._blame(order.key, f"cannot connect: {error}")
+                self._connections.retire(order.key)
+                self._connections.forget_leaving(self._book.uses)
 
     def _plan(self, order: StartReceive) -> ReceiveRequest:
-        peer = self._peers.get(order.peer)
+        peer = self._connections.find(order.peer)
         if peer is not None:
             return peer.request(order, self._layout)
         plan = Uncovered(f"{order.peer} is not connected")
@@ -157,20 +137,20 @@ class PullLoop:
         for request_id, outstanding in list(self._outstanding.items()):
             if self._outstanding.get(request_id) is outstanding:
                 self._poll_receive(request_id, outstanding, now)
-        for transfer, warm_up in list(self._warm_ups.items()):
-            if transfer in self._warm_ups:
-                self._poll_warm_up(transfer, warm_up, now)
+        if reason := self._connections.poll(now):
+            self._rebuild(reason, now)
         self._act(self._book.pass_time(now), now)
-        self._forget_leaving()
+        self._mend(now)
+        self._connections.forget_leaving(self._book.uses)
 
-    def _forget_leaving(self) -> None:
-        for key in [key for key in self._leaving if not self._is_used(key)]:
-            self._leaving.discard(key)
-            self._peers.pop(key, None)
-            self._transport.remove_peer(key)
-
-    def _is_used(self, key: PeerKey) -> bool:
-        return self._book.uses(key) or any(warm_up.key == key for warm_up in self._warm_ups.values())
+    def _mend(self, now: float) -> None:
+        """Last in a turn, so that no broken connection waits while nothing is polled."""
+        read = {outstanding.peer for outstanding in self._outstanding.values()}
+        for key, trouble in self._connections.mend(read.__contains__, now):
+            if trouble is None:
+                self._act(self._book.reconnected(key, now), now)
+            else:
+                self._act(self._book.not_reconnected(key, trouble, now), now)
 
     def _poll_receive(self, request_id: RequestId, outstanding: Outstanding, now: float) -> None:
         event: ReceiveEvent
@@ -189,25 +169,6 @@ class PullLoop:
         del self._outstanding[request_id]
         self._act(self._book.handle(event, now), now)
 
-    def _poll_warm_up(self, transfer: Transfer, warm_up: WarmUp, now: float) -> None:
-        try:
-            if not self._transport.poll(transfer):
-                self._judge_delay(transfer, warm_up, now)
-                return
-        except TransportError as error:
-            self._blame(warm_up.key, f"warm-up read: {error}")
-        self._transport.release(transfer)
-        del self._warm_ups[transfer]
-
-    def _judge_delay(self, transfer: Transfer, warm_up: WarmUp, now: float) -> None:
-        if now < warm_up.deadline:
-            return
-        if warm_up.is_late:
-            self._rebuild(f"the warm-up read of {warm_up.key} does not end", now)
-            return
-        self._blame(warm_up.key, "the warm-up read does not end")
-        self._warm_ups[transfer] = WarmUp(warm_up.key, now + self._policy.drain_seconds, is_late=True)
-
     def _act(self, actions: list[ReceiveAction], now: float) -> None:
         for action in actions:
             match action:
@@ -215,6 +176,8 @@ class PullLoop:
                     self._submit_read(action, now)
                 case SubmitWordRead(request):
                     self._submit_word_read(request, now)
+                case ReconnectPeer():
+                    self._reconnect(action)
                 case ReportReceive():
                     self._report(action)
                 case RebuildAgent(reason):
@@ -234,47 +197,54 @@ class PullLoop:
 
     def _submit(self, request: ReceiveRequest, submit: Callable[[], Transfer], is_word: bool, now: float) -> None:
         try:
-            self._outstanding[request.request_id] = Outstanding(submit(), is_word)
+            self._outstanding[request.request_id] = Outstanding(submit(), request.peer, is_word)
         except TransportError as error:
             self._act(self._book.handle(TransferFailed(request.request_id, str(error)), now), now)
+
+    def _reconnect(self, action: ReconnectPeer) -> None:
+        request = action.request
+        logger.warning("%s: reading from %s is tried once more: %s", request.request_id, request.peer, action.reason)
+        self.report.outcomes[Outcome.RECEIVE_RETRIED] += 1
+        self._connections.mark_broken(request.peer)
 
     def _report(self, action: ReportReceive) -> None:
         request, plan = action.request, action.request.plan
         result = ReceiveResult(request.request_id, action.outcome, action.reason)
-        if action.outcome is Outcome.RECEIVE_VERIFIED and isinstance(plan, ReadPlan):
-            quantities = self._peers[request.peer].quantities(request, plan, action.seconds, self._local_rows)
+        peer = self._connections.find(request.peer)
+        if action.outcome is Outcome.RECEIVE_VERIFIED and isinstance(plan, ReadPlan) and peer is not None:
+            quantities = peer.quantities(request, plan, action.seconds, self._local_rows)
             result = ReceiveResult(request.request_id, action.outcome, "", plan.num_blocks_by_group, quantities)
         elif action.outcome in (Outcome.RECEIVE_FAILED, Outcome.RECEIVE_TIMED_OUT):
-            self._blame(request.peer, action.reason)
+            self._connections.blame(request.peer, action.reason)
         self.report.results.append(result)
 
     def _rebuild(self, reason: str, now: float) -> None:
-        logger.error("the pull agent is destroyed and rebuilt, and all peers are greeted anew: %s", reason)
+        logger.error("the pull agent is destroyed and rebuilt, and all peers are connected anew: %s", reason)
+        lost = self._renew_agent()
+        for request_id in lost:
+            self._act(self._book.handle(TransferFailed(request_id, reason), now), now)
+
+    def _renew_agent(self) -> list[RequestId]:
+        """End every transfer; the requests whose transfers these were."""
         try:
             self._transport.rebuild()
         except Exception:
             # Without an agent every later read fails at once. What matters now is that no earlier one can write.
             logger.exception("there can be no new pull agent: from now on every prompt is computed here")
             self._transport.close()
-        for transfer in (*(outstanding.transfer for outstanding in self._outstanding.values()), *self._warm_ups):
-            self._transport.release(transfer)
+        for outstanding in self._outstanding.values():
+            self._transport.release(outstanding.transfer)
+        lost = list(self._outstanding)
         self._outstanding.clear()
-        self._warm_ups.clear()
+        self._connections.all_broken()
         self.report.outcomes[Outcome.AGENT_REBUILT] += 1
-        for key in self._peers:
-            self._blame(key, "the agent was rebuilt")
-        for request_id in self._book.request_ids:
-            self._act(self._book.handle(TransferFailed(request_id, reason), now), now)
-
-    def _blame(self, key: PeerKey, reason: str) -> None:
-        if key not in self.report.troubled_peers:
-            logger.warning("trouble with peer %s, it will be greeted anew: %s", key, reason)
-        self.report.troubled_peers.add(key)
+        return lost
 
     def fail_everything(self, now: float) -> None:
         """An exception that should not exist was contained: end every transfer and fail every receive."""
         self.report.outcomes[Outcome.INTERNAL_ERROR] += 1
-        self._rebuild(_INTERNAL_ERROR, now)
+        self._renew_agent()
+        self._act(self._book.fail_all(_INTERNAL_ERROR, now), now)
 
     def refuse(self, order: StartReceive, reason: str) -> None:
         """Report a receive that cannot begin, unless it has been reported."""
@@ -284,7 +254,7 @@ class PullLoop:
     @property
     def num_outstanding(self) -> int:
         """Transfers that have to be polled."""
-        return len(self._outstanding) + len(self._warm_ups)
+        return len(self._outstanding) + self._connections.num_warm_ups
 
     def next_deadline(self) -> float | None:
         """When ``poll`` next has a deadline to look at."""

@@ -124,8 +124,10 @@ def test_one_failing_rank_fails_the_request_once_both_have_ended(lab, policy, fa
     decode.add("r", PROMPT, lab.hand_off(prefill, PROMPT))
     lab.run(lambda: len(lab.fabric.reads) == 2)
     reads = {("rank1" in read.agent_name): read for read in lab.fabric.reads}
+    lab.fabric.fail_new = "the cable is still out"
     reads[bool(failing)].fail("somebody pulled a cable")
     lab.run(lambda: reports_of(decode, "r")[1][failing])
+    lab.fabric.fail_new = None
     # The other rank still reads: the request waits, and keeps its blocks.
     for _ in range(3):
         decode.step()
@@ -135,7 +137,7 @@ def test_one_failing_rank_fails_the_request_once_both_have_ended(lab, policy, fa
     lab.finish(decode, "r")
     assert decode.results["r"].tokens == ([] if policy == "fail" else continuation(PROMPT, 4))
     assert reports_of(decode, "r") == ({0: 1, 1: 1}, {failing: 1, 1 - failing: 0})
-    assert decode.outcomes == {"receive_failed": 1}
+    assert decode.outcomes == {"receive_retried": 1, "receive_failed": 1}
     lab.settle()
     assert prefill.outcomes["lease_released"] == 1
 
@@ -188,4 +190,4 @@ def test_many_requests_and_one_lost_rank_agent(lab):
     for name, prompt in prompts.items():
         assert decode.results[name].tokens == continuation(prompt, 4)
         assert reports_of(decode, name)[0] == {0: 1, 1: 1}
-    assert decode.outcomes == {"receive_failed": 3, "receive_verified": 5}
+    assert decode.outcomes == {"receive_retried": 3, "receive_verified": 8}

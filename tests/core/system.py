@@ -6,7 +6,7 @@ needed: time is a number, a message is a letter in a list, and a transfer copies
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -43,6 +43,7 @@ from pd_transfer.core.receives import (
     ReceiveBook,
     ReceivePolicy,
     ReceiveRequest,
+    ReconnectPeer,
     ReportReceive,
     SubmitRead,
     SubmitWordRead,
@@ -228,7 +229,10 @@ class Prefill:
 
 @dataclass
 class Request:
-    """A request at decode. ``tables`` are its blocks once it has some; ``hashed`` came from decode's prefix cache."""
+    """A request at decode. ``tables`` are its blocks once it has some; ``hashed`` came from decode's prefix cache.
+
+    ``is_lost`` when decode died before it had ended: its client got an error.
+    """
 
     prompt: int
     is_waiting: bool = True
@@ -237,6 +241,7 @@ class Request:
     hashed: frozenset[int] = frozenset()
     is_reading: bool = False
     outcomes: dict[int, Outcome] = field(default_factory=dict)
+    is_lost: bool = False
 
     @property
     def is_under_way(self) -> bool:
@@ -251,8 +256,18 @@ class Transfer:
     prefill: Prefill
     copies: list[tuple[int, int]]
     is_word: bool
+    has_begun: bool = False
     is_stuck: bool = False
     word: int | None = None
+
+    @property
+    def moment(self) -> str:
+        """How far it is."""
+        if self.is_word:
+            return "before the word is read" if self.word is None else "after the word is read"
+        if not self.copies:
+            return "after the last byte"
+        return "between bytes" if self.has_begun else "before the first byte"
 
 
 class Worker:
@@ -261,10 +276,11 @@ class Worker:
     def __init__(self, rank: int, system: "System") -> None:
         self.rank = rank
         self.system = system
-        self.book = ReceiveBook(RECEIVES)
+        self.book = system.make_book(RECEIVES)
         self.orders: deque[ConnectPeer | StartReceive | AbortReceive | RetirePeer] = deque()
         self.peers: dict[PeerKey, Welcome] = {}
         self.broken: set[PeerKey] = set()
+        self.reconnecting: set[PeerKey] = set()
         self.transfers: dict[RequestId, Transfer] = {}
         self.troubled: set[PeerKey] = set()
 
@@ -286,6 +302,7 @@ class Worker:
                 assert not self.book.uses(key), "I4"
                 del self.peers[key]
                 self.broken.discard(key)
+        self.mend()
 
     def break_connection(self, key: PeerKey) -> None:
         self.broken.add(key)
@@ -310,6 +327,8 @@ class Worker:
                     self.submit(request, [(to % NUM_BLOCKS, of % NUM_BLOCKS) for to, of in pairs], is_word=False)
                 case SubmitWordRead(request):
                     self.submit(request, [], is_word=True)
+                case ReconnectPeer(request):
+                    self.reconnecting.add(request.peer)
                 case ReportReceive():
                     self.report(action)
                 case RebuildAgent():
@@ -332,6 +351,7 @@ class Worker:
             self.fail(request_id)
         elif transfer.copies:
             copied, transfer.copies = transfer.copies[:num_copies], transfer.copies[num_copies:]
+            transfer.has_begun = True
             for to, of in copied:
                 self.system.check_owner(request_id, to)
                 contents = transfer.prefill.pool.contents[self.rank]
@@ -341,30 +361,42 @@ class Worker:
         else:
             del self.transfers[request_id]
             self.act(self.book.handle(self.end(transfer), self.system.now))
+            self.mend()
 
     def end(self, transfer: Transfer) -> ReadCompleted | WordArrived:
         request = transfer.request
         if transfer.word is None:
             return ReadCompleted(request.request_id)
-        value = transfer.word if self.system.checks_words else request.expected_word
-        return WordArrived(request.request_id, value)
+        return WordArrived(request.request_id, transfer.word)
 
     def fail(self, request_id: RequestId) -> None:
         del self.transfers[request_id]
         self.act(self.book.handle(TransferFailed(request_id, "reset"), self.system.now))
+        self.mend()
+
+    def mend(self) -> None:
+        """Connect peers anew whose reads have failed, and from which nothing is being read."""
+        read = {transfer.request.peer for transfer in self.transfers.values()}
+        for key in self.reconnecting - read:
+            self.reconnecting.discard(key)
+            if key not in self.peers:
+                continue
+            if key not in self.broken and self.system.engines[self.peers[key].engine.engine_boot].is_serving:
+                self.act(self.book.reconnected(key, self.system.now))
+            else:
+                self.break_connection(key)
+                self.act(self.book.not_reconnected(key, "refused", self.system.now))
 
     def rebuild(self) -> None:
-        """Nothing can write any more; all peers have to be connected anew."""
-        self.transfers.clear()
-        for key in self.peers:
-            self.break_connection(key)
-        for request_id in self.book.request_ids:
+        """Nothing can write any more; what was not stuck begins anew."""
+        lost, self.transfers = self.transfers, {}
+        for request_id in lost:
             self.act(self.book.handle(TransferFailed(request_id, "rebuilt"), self.system.now))
+        self.mend()
 
     def report(self, action: ReportReceive) -> None:
         request_id = action.request.request_id
         request = self.system.requests[request_id]
-        assert request_id not in self.transfers, "I1"
         assert self.rank not in request.outcomes, "I2"
         request.outcomes[self.rank] = action.outcome
         if action.outcome is Outcome.RECEIVE_VERIFIED:
@@ -374,23 +406,34 @@ class Worker:
 
 
 class System:
-    """Both engines and what lies between them. ``checks_words`` False is the positive control."""
+    """Both engines and what lies between them. Controls hand in another ``make_book``.
 
-    def __init__(self, checks_words: bool = True) -> None:
-        self.checks_words = checks_words
+    ``met`` counts what has happened at which moment of a request: (event, moment).
+    """
+
+    def __init__(self, make_book: Callable[[ReceivePolicy], ReceiveBook] = ReceiveBook) -> None:
+        self.make_book = make_book
         self.now = 0.0
         self.prefill = Prefill(1)
         self.engines = {self.prefill.engine.engine_boot: self.prefill}
-        decode_engine = make_engine("decode-a", "boot-d", layout=LAYOUT, num_ranks=NUM_RANKS)
-        self.peers = PeerBook(PEERS, decode_engine)
-        self.admissions = AdmissionBook(self.peers, RENEWAL_SECONDS, MEMORY_SECONDS)
-        self.workers = [Worker(rank, self) for rank in range(NUM_RANKS)]
-        self.pool = Pool()
         self.to_prefill: list[bytes] = []
         self.to_decode: list[bytes] = []
         self.grants: list[tuple[int, str]] = []
         self.requests: dict[RequestId, Request] = {}
         self.outcomes: Counter[Outcome] = Counter()
+        self.declined: Counter[Outcome] = Counter()
+        self.met: Counter[tuple[str, str]] = Counter()
+        self.num_decode_lives = 0
+        self.start_decode()
+
+    def start_decode(self) -> None:
+        """A decode engine that knows nobody."""
+        self.num_decode_lives += 1
+        decode_engine = make_engine("decode-a", f"boot-d{self.num_decode_lives}", layout=LAYOUT, num_ranks=NUM_RANKS)
+        self.peers = PeerBook(PEERS, decode_engine)
+        self.admissions = AdmissionBook(self.peers, RENEWAL_SECONDS, MEMORY_SECONDS)
+        self.workers = [Worker(rank, self) for rank in range(NUM_RANKS)]
+        self.pool = Pool()
 
     # Prefill.
 
@@ -400,10 +443,12 @@ class System:
             self.grants.append((prompt, grant))
 
     def shut_down_prefill(self) -> None:
+        self.meet_all("prefill shuts down")
         self.prefill.shut_down(self.now)
 
     def restart_prefill(self) -> None:
         """The engine dies and another one takes its address. Nobody tells decode."""
+        self.meet_all("prefill restarts")
         self.prefill.is_serving = False
         self.prefill = Prefill(len(self.engines) + 1)
         self.engines[self.prefill.engine.engine_boot] = self.prefill
@@ -426,9 +471,12 @@ class System:
             case _:
                 self.do(self.peers.receive(PREFILL, message, self.now))
 
-    def lose_connection(self) -> None:
-        self.to_prefill.clear()
-        self.to_decode.clear()
+    def lose_connection(self, keeps_letters: bool = False) -> None:
+        """Letters under way are lost, or arrive late."""
+        self.meet_all("the connection breaks")
+        if not keeps_letters:
+            self.to_prefill.clear()
+            self.to_decode.clear()
         self.do(self.peers.lose(PREFILL, self.now))
 
     # Decode's scheduler.
@@ -494,8 +542,26 @@ class System:
         )
 
     def abort(self, request_id: RequestId) -> None:
+        self.meet("abort", request_id)
         self.requests[request_id].is_waiting = False
         self.do(self.admissions.request_ended(request_id, self.now))
+
+    def preempt(self, request_id: RequestId) -> None:
+        """vLLM takes a running request's blocks and asks for its KV anew: it was loaded once, and is computed now."""
+        answer, actions = self.admissions.ask(request_id, 0, self.now)
+        assert (answer, actions) == (TokensFound(0), [])
+        assert self.admissions.allocated(request_id, 0, ((), ()), self.now) == []
+
+    def restart_decode(self) -> None:
+        """The process dies, with everything that it held and read; its letters are still under way."""
+        self.meet_all("decode restarts")
+        for request in self.requests.values():
+            if request.is_under_way:
+                request.is_waiting = request.is_reading = False
+                request.is_lost = True
+        self.to_decode.clear()
+        self.declined.update(self.admissions.outcomes)
+        self.start_decode()
 
     def decode_step(self) -> None:
         """The scheduler hears what the workers have to say."""
@@ -525,14 +591,41 @@ class System:
         self.do(self.admissions.pass_time(self.now))
         for worker in self.workers:
             worker.act(worker.book.pass_time(self.now))
+            worker.mend()
+
+    # What has happened when.
+
+    def moments(self, request_id: RequestId) -> list[str]:
+        """How far a request is, on every rank where it is somewhere."""
+        request = self.requests[request_id]
+        if request.is_waiting:
+            return ["waiting"]
+        if not request.is_reading:
+            return []
+        return [self.moment_of_rank(request_id, request, worker) for worker in self.workers]
+
+    def moment_of_rank(self, request_id: RequestId, request: Request, worker: Worker) -> str:
+        if request_id in worker.transfers:
+            return worker.transfers[request_id].moment
+        if worker.rank in request.outcomes:
+            return "reported by this rank"
+        return "between two reads" if request_id in worker.book.request_ids else "ordered"
+
+    def meet(self, event: str, request_id: RequestId) -> None:
+        self.met.update((event, moment) for moment in self.moments(request_id))
+
+    def meet_all(self, event: str) -> None:
+        for request_id, request in self.requests.items():
+            if request.is_under_way:
+                self.meet(event, request_id)
 
     # What must hold.
 
     def check_owner(self, request_id: RequestId, block_id: int) -> None:
         """I1: a transfer writes to blocks that its request still holds, and not to what it shares."""
         request = self.requests[request_id]
-        assert request.is_reading, "I1"
-        assert self.pool.holders[block_id], "I1"
+        assert request.is_reading, "I1: a transfer writes to blocks that were given back"
+        assert self.pool.holders[block_id], "I1: a transfer writes to a free block"
         assert block_id not in request.hashed, "I7"
 
     def check_contents(self, request: Request, rank: int) -> None:
@@ -543,7 +636,7 @@ class System:
         """What holds at every moment."""
         assert all(peer.state is not PeerState.RETIRED for peer in self.peers.peers()), "I4"
         for worker in self.workers:
-            assert set(worker.transfers) <= set(worker.book.request_ids), "I1"
+            assert set(worker.transfers) <= set(worker.book.request_ids), "I1: reported while a transfer may write"
             for request_id, transfer in worker.transfers.items():
                 for to, _ in transfer.copies:
                     self.check_owner(request_id, to)
@@ -582,7 +675,7 @@ class System:
             self.pass_time(3)
             self.check()
         for request in self.requests.values():
-            assert len(request.outcomes) == (NUM_RANKS if request.tables else 0), "I2"
+            assert request.is_lost or len(request.outcomes) == (NUM_RANKS if request.tables else 0), "I2"
         assert (self.admissions.num_admissions, self.admissions.num_borrowed_leases) == (0, 0), "I9"
         for worker in self.workers:
             assert (worker.book.request_ids, worker.transfers, worker.book.num_quarantined_blocks) == ((), {}, 0), "I9"

@@ -15,13 +15,16 @@ from pd_transfer.core.receives import (
     DeadlinePassed,
     DrainedAfterAbort,
     DrainedAfterFailure,
+    FailedForGood,
     NotCovered,
+    PeerReconnected,
     ReadCompleted,
     RebuildAgent,
     ReceiveBook,
     ReceivePolicy,
     ReceiveRequest,
     ReceiveState,
+    ReconnectPeer,
     ReportReceive,
     SubmitRead,
     SubmitWordRead,
@@ -63,6 +66,18 @@ def verifying() -> ReceiveBook:
     return book
 
 
+def retrying(make_book=reading) -> ReceiveBook:
+    book = make_book()
+    assert book.handle(TransferFailed(R1, "reset"), 2) == [ReconnectPeer(REQUEST, "reset")]
+    return book
+
+
+def lose(book: ReceiveBook) -> None:
+    """Both tries of R1 fail."""
+    book.handle(TransferFailed(R1, "reset"), 2)
+    book.not_reconnected(PEER, "refused", 2)
+
+
 def is_idle(book: ReceiveBook) -> bool:
     return (book.request_ids, book.num_quarantined_blocks, book.next_deadline()) == ((), 0, None)
 
@@ -73,14 +88,20 @@ S = ReceiveState
 LEGAL = {
     (S.TRANSFERRING, ReadCompleted): S.VERIFYING,
     (S.TRANSFERRING, NotCovered): S.FAILED,
-    (S.TRANSFERRING, TransferFailed): S.FAILED,
+    (S.TRANSFERRING, TransferFailed): S.RETRYING,
+    (S.TRANSFERRING, FailedForGood): S.FAILED,
     (S.TRANSFERRING, DeadlinePassed): S.DRAINING,
     (S.TRANSFERRING, AbortRequested): S.DRAINING,
     (S.VERIFYING, WordMatched): S.COMPLETED,
     (S.VERIFYING, WordChanged): S.FAILED,
-    (S.VERIFYING, TransferFailed): S.FAILED,
+    (S.VERIFYING, TransferFailed): S.RETRYING,
+    (S.VERIFYING, FailedForGood): S.FAILED,
     (S.VERIFYING, DeadlinePassed): S.DRAINING,
     (S.VERIFYING, AbortRequested): S.DRAINING,
+    (S.RETRYING, PeerReconnected): S.TRANSFERRING,
+    (S.RETRYING, FailedForGood): S.FAILED,
+    (S.RETRYING, DeadlinePassed): S.FAILED,
+    (S.RETRYING, AbortRequested): S.ABORTED,
     (S.DRAINING, DrainedAfterFailure): S.FAILED,
     (S.DRAINING, DrainedAfterAbort): S.ABORTED,
 }
@@ -90,6 +111,8 @@ EVENTS = (
     WordChanged(),
     NotCovered(),
     TransferFailed(R1, ""),
+    PeerReconnected(),
+    FailedForGood(),
     AbortRequested(R1),
     DeadlinePassed(),
     DrainedAfterFailure(),
@@ -117,7 +140,7 @@ def test_events_out_of_order_raise_with_the_story_and_change_nothing(book, event
     with pytest.raises(InvalidTransitionError, match="story of receive r1"):
         book.handle(event, 2)
     assert (book.request_ids, book.next_deadline(), book.num_quarantined_blocks) == before
-    assert book.handle(TransferFailed(R1, "reset"), 3) == [report(Outcome.RECEIVE_FAILED, "reset", 3)]
+    assert book.handle(TransferFailed(R1, "reset"), 3) == [ReconnectPeer(REQUEST, "reset")]
 
 
 # --------------------------------------------------------------------------------------------------------- good and bad
@@ -141,13 +164,6 @@ def test_another_word_means_that_the_lease_was_over():
     assert is_idle(book)
 
 
-@pytest.mark.parametrize("make_book", [reading, verifying])
-def test_a_failed_transfer_fails_the_receive(make_book):
-    book = make_book()
-    assert book.handle(TransferFailed(R1, "reset"), 2) == [report(Outcome.RECEIVE_FAILED, "reset", 2)]
-    assert is_idle(book)
-
-
 def test_an_uncovered_receive_never_begins():
     book = ReceiveBook(POLICY)
     uncovered = request(plan=Uncovered("group 1 needs the block at position 3, which is not granted"))
@@ -160,7 +176,7 @@ def test_a_request_has_one_receive_at_a_time():
     with pytest.raises(ValueError, match="r1 is being received already"):
         book.start(request(peer=OTHER_PEER), 1)
     assert not book.uses(OTHER_PEER)
-    book.handle(TransferFailed(R1, "reset"), 2)
+    lose(book)
     assert book.start(REQUEST, 3) == [SubmitRead(REQUEST, PLAN)]
 
 
@@ -169,7 +185,7 @@ def test_receives_do_not_disturb_each_other():
     book.start(request(R2, OTHER_PEER), 5)
     assert book.request_ids == (R1, R2)
     assert book.next_deadline() == 30
-    book.handle(TransferFailed(R1, "reset"), 6)
+    lose(book)
     assert book.request_ids == (R2,)
     assert book.next_deadline() == 35
 
@@ -178,6 +194,79 @@ def test_receives_do_not_disturb_each_other():
 def test_events_without_a_receive_are_a_bug(event):
     with pytest.raises(ValueError, match="no receive for"):
         ReceiveBook(POLICY).handle(event, 0)
+
+
+# ------------------------------------------------------------------------------------------------------------- retrying
+
+
+@pytest.mark.parametrize("make_book", [reading, verifying])
+def test_a_receive_whose_transfer_fails_begins_anew(make_book):
+    book = retrying(make_book)
+    assert book.uses(PEER)
+    assert book.num_quarantined_blocks == 0
+    assert book.reconnected(PEER, 3) == [SubmitRead(REQUEST, PLAN)]
+    assert book.next_deadline() == 30, "a second try gets no time of its own"
+    assert book.handle(ReadCompleted(R1), 4) == [SubmitWordRead(REQUEST)]
+    assert book.handle(WordArrived(R1, WORD), 5) == [report(Outcome.RECEIVE_VERIFIED, "", 5)]
+    assert is_idle(book)
+
+
+@pytest.mark.parametrize("num_reads", [0, 1])
+def test_there_is_no_third_try(num_reads):
+    book = retrying()
+    book.reconnected(PEER, 3)
+    for _ in range(num_reads):
+        book.handle(ReadCompleted(R1), 4)
+    assert book.handle(TransferFailed(R1, "again"), 5) == [report(Outcome.RECEIVE_FAILED, "again", 5)]
+    assert is_idle(book)
+
+
+def test_the_word_decides_on_the_second_try_too():
+    book = retrying()
+    book.reconnected(PEER, 3)
+    book.handle(ReadCompleted(R1), 4)
+    (stale,) = book.handle(WordArrived(R1, WORD + 1), 5)
+    assert stale.outcome is Outcome.RECEIVE_STALE
+
+
+def test_a_peer_that_cannot_be_reached_ends_the_receive():
+    assert retrying().not_reconnected(PEER, "refused", 3) == [report(Outcome.RECEIVE_FAILED, "refused", 3)]
+
+
+def test_only_the_failed_receives_of_the_peer_begin_anew():
+    book = retrying()
+    book.start(request(R2), 2)
+    assert book.reconnected(OTHER_PEER, 3) == book.not_reconnected(OTHER_PEER, "refused", 3) == []
+    assert book.reconnected(PEER, 3) == [SubmitRead(REQUEST, PLAN)]
+    assert book.reconnected(PEER, 4) == [], "it is being read already"
+
+
+def test_waiting_for_a_second_try_has_a_deadline():
+    book = retrying()
+    assert book.pass_time(29.9) == []
+    assert book.pass_time(30) == [report(Outcome.RECEIVE_TIMED_OUT, TIMED_OUT, 30)]
+    assert is_idle(book)
+    assert book.reconnected(PEER, 31) == []
+
+
+def test_an_abort_before_the_second_try_is_reported_at_once():
+    book = retrying()
+    assert book.handle(AbortRequested(R1), 3) == [report(Outcome.RECEIVE_ABORTED, "the request ended", 3)]
+    assert is_idle(book)
+
+
+def test_after_a_bug_every_receive_is_over():
+    book = retrying()
+    book.start(request(R2), 2)
+    book.start(request(RequestId("r3")), 2)
+    book.handle(AbortRequested(RequestId("r3")), 3)
+    reports = book.fail_all("a bug", 4)
+    assert [action.outcome for action in reports] == [
+        Outcome.RECEIVE_FAILED,
+        Outcome.RECEIVE_FAILED,
+        Outcome.RECEIVE_ABORTED,
+    ]
+    assert is_idle(book)
 
 
 # ------------------------------------------------------------------------------------------------------------- draining
@@ -224,9 +313,10 @@ def test_the_agent_is_rebuilt_when_a_transfer_does_not_end():
     (rebuild,) = book.pass_time(50)
     assert isinstance(rebuild, RebuildAgent)
     assert rebuild.reason.startswith("a transfer did not end within 20 s: story of receive r1:")
-    reports = [book.handle(TransferFailed(request_id, "rebuilt"), 51) for request_id in book.request_ids]
-    assert [action.outcome for (action,) in reports] == [Outcome.RECEIVE_TIMED_OUT, Outcome.RECEIVE_FAILED]
-    assert is_idle(book)
+    ((late,), (healthy,)) = [book.handle(TransferFailed(each, "rebuilt"), 51) for each in book.request_ids]
+    assert late.outcome is Outcome.RECEIVE_TIMED_OUT
+    assert isinstance(healthy, ReconnectPeer), "it was not the one that did not end"
+    assert book.request_ids == (R2,)
 
 
 def test_a_rebuild_that_does_not_help_is_asked_for_again():
@@ -272,7 +362,7 @@ def test_repeated_aborts_and_aborts_of_nothing_are_ignored():
 
 
 @pytest.mark.parametrize("late", [AbortRequested(R1), None])
-@pytest.mark.parametrize("end", [WordArrived(R1, WORD), WordArrived(R1, 0), TransferFailed(R1, "reset")])
+@pytest.mark.parametrize("end", [WordArrived(R1, WORD), WordArrived(R1, 0)])
 def test_what_comes_after_the_end_changes_nothing(end, late):
     book = verifying()
     assert len(book.handle(end, 30)) == 1
