@@ -1,5 +1,6 @@
 """All of the core together, against a hostile network, slow transfers, restarts and aborts: stories, then any order."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -13,6 +14,19 @@ from hypothesis.stateful import (
 )
 
 from pd_transfer.core.outcomes import Outcome
+from pd_transfer.core.receives import ReceiveBook
+from tests.core.events import (
+    PROGRESS,
+    TROUBLE,
+    Event,
+    HastyBook,
+    HistoryError,
+    Totals,
+    TrustingBook,
+    junk_arrives,
+    play,
+    request_comes,
+)
 from tests.core.examples import PREFILL
 from tests.core.system import NUM_RANKS, System, WrongReadError
 
@@ -59,7 +73,7 @@ def test_blocks_that_were_reused_during_the_read_are_not_served():
 
 
 def test_control_without_the_word_the_wrong_bytes_are_served():
-    system = System(checks_words=False)
+    system = System(TrustingBook)
     request_id = reading(system)
     let_the_blocks_be_reused(system)
     with pytest.raises(WrongReadError, match="somebody else, expected prompt 1, group 0, position 0"):
@@ -155,139 +169,90 @@ def test_an_aborted_read_keeps_its_blocks_until_it_has_drained():
     assert end(system, request_id) == {Outcome.RECEIVE_ABORTED}
 
 
+def test_control_without_the_drain_blocks_are_written_after_they_were_given_back():
+    system = System(HastyBook)
+    request_id = reading(system)
+    system.abort(request_id)
+    for worker in system.workers:
+        worker.carry_out()
+    system.decode_step()
+    with pytest.raises(AssertionError, match="I1: a transfer writes to blocks that were given back"):
+        end(system, request_id)
+
+
+def test_a_request_that_was_loaded_is_not_loaded_again_after_a_preemption():
+    system = System()
+    request_id = reading(system)
+    system.turn()
+    assert set(system.requests[request_id].outcomes.values()) == {Outcome.RECEIVE_VERIFIED}
+    system.preempt(request_id)
+    system.finish()
+
+
+def test_a_decode_engine_that_died_leaves_its_leases_to_expire():
+    system = System()
+    request_id = reading(system)
+    system.restart_decode()
+    assert system.prefill.leases.num_leases == 1
+    system.finish()
+    assert system.requests[request_id].is_lost
+    system.hand_off(prompt=2)
+    assert end(system, reading(system)) == {Outcome.RECEIVE_VERIFIED}
+
+
+def test_a_stuck_read_that_gets_on_frees_its_blocks_without_a_new_agent():
+    system = System()
+    request_id = reading(system)
+    (transfer, _) = (worker.transfers[request_id] for worker in system.workers)
+    transfer.is_stuck = True
+    system.turn()
+    system.pass_time(21)
+    assert system.pool.holders.total() > 0
+    transfer.is_stuck = False
+    assert end(system, request_id) == {Outcome.RECEIVE_TIMED_OUT, Outcome.RECEIVE_VERIFIED}
+
+
 # ------------------------------------------------------------------------------------------------------------ any order
 
-AT = st.integers(0, 7)
-"""Picks one of what there is."""
 
-
-def letters_travel(system: System, count: int, at: int, fate: str) -> None:
-    """In any order, and not always once."""
-    for _ in range(count):
-        for letters, deliver in (
-            (system.to_prefill, system.deliver_to_prefill),
-            (system.to_decode, system.deliver_to_decode),
-        ):
-            if letters and fate == "is lost":
-                del letters[at % len(letters)]
-            elif letters:
-                deliver(at % len(letters), keep=fate == "arrives twice")
-
-
-def worker_gets_on(system: System, rank: int, num_orders: int, num_copies: int, count: int) -> None:
-    worker = system.workers[rank]
-    for _ in range(min(num_orders, len(worker.orders))):
-        worker.carry_out()
-    for request_id in list(worker.transfers) * count:
-        if request_id in worker.transfers:
-            worker.progress(request_id, num_copies)
-
-
-def decode_steps(system: System, num_local_blocks: int, has_room: bool) -> None:
-    system.decode_step()
-    for request_id in system.waiting():
-        system.ask(request_id, num_local_blocks, has_room)
-
-
-def prefill_steps(system: System, ranks: tuple[int, ...]) -> None:
-    system.prefill.step(system.now)
-    for rank in ranks:
-        system.prefill.store(rank, system.now)
-
-
-def wrong_grant_comes(system: System, at: int, prompt: int | None, forger: bytes | None) -> None:
-    """An old one, another prompt's, or a forged one."""
-    if system.grants:
-        system.arrive(-1 - at % len(system.grants), prompt, forger)
-
-
-def request_is_aborted(system: System, at: int) -> None:
-    if under_way := [request_id for request_id, request in system.requests.items() if request.is_under_way]:
-        system.abort(under_way[at % len(under_way)])
-
-
-def transfer_is_stuck_or_fails(system: System, at: int, is_stuck: bool) -> None:
-    transfers = [(worker, request_id) for worker in system.workers for request_id in worker.transfers]
-    if transfers:
-        worker, request_id = transfers[at % len(transfers)]
-        if is_stuck:
-            worker.transfers[request_id].is_stuck = True
-        else:
-            worker.fail(request_id)
-
-
-def junk_arrives(system: System, payload: bytes) -> None:
-    system.to_prefill.append(payload)
-    system.to_decode.append(payload)
-
-
-def cache_is_reset(system: System) -> None:
-    system.prefill.leases.reset(system.now)
-
-
-def step(function, **arguments) -> st.SearchStrategy:
-    return st.builds(partial, st.just(function), **arguments)
-
-
-RANKS = tuple(range(NUM_RANKS))
-PROGRESS = st.one_of(
-    step(letters_travel, count=st.integers(1, 8), at=AT, fate=st.just("arrives")),
-    step(
-        decode_steps, num_local_blocks=st.sampled_from([0, 0, 1, 2, 3]), has_room=st.sampled_from([True, True, False])
-    ),
-    step(
-        worker_gets_on,
-        rank=st.sampled_from(RANKS),
-        num_orders=st.integers(1, 9),
-        num_copies=st.integers(1, 5),
-        count=st.integers(0, 4),
-    ),
-    step(prefill_steps, ranks=st.sampled_from([RANKS, RANKS, (0,), (1,), ()])),
-    step(System.pass_time, seconds=st.sampled_from([0.1, 0.5, 1, 3, 11])),
-)
-TROUBLE = st.one_of(
-    step(letters_travel, count=st.integers(1, 8), at=AT, fate=st.sampled_from(["arrives twice", "is lost"])),
-    step(
-        wrong_grant_comes,
-        at=st.integers(0, 2),
-        prompt=st.sampled_from([None, 1, 2, 3]),
-        forger=st.sampled_from([None, b"forger"]),
-    ),
-    step(request_is_aborted, at=AT),
-    step(transfer_is_stuck_or_fails, at=AT, is_stuck=st.booleans()),
-    step(junk_arrives, payload=st.binary(max_size=20)),
-    step(cache_is_reset),
-    step(System.lose_connection),
-    step(System.shut_down_prefill),
-    step(System.restart_prefill),
-)
+def strategy(events: Sequence[Event]) -> st.SearchStrategy:
+    """A step that hypothesis picks."""
+    return st.one_of(
+        *(
+            st.builds(
+                partial, st.just(event.happen), **{name: st.sampled_from(of) for name, of in event.choices.items()}
+            )
+            for event in events
+        )
+    )
 
 
 class SystemMachine(RuleBasedStateMachine):
     """Requests come, everything gets on in any order, and there is trouble of every kind, but less of it."""
 
-    checks_words = True
+    make_book = ReceiveBook
 
     def __init__(self) -> None:
         super().__init__()
-        self.system = System(self.checks_words)
+        self.system = System(self.make_book)
 
     @rule(prompt=st.integers(1, 3), num_samples=st.integers(0, 2), is_mixed_up=st.sampled_from([False] * 4 + [True]))
     def request_comes(self, prompt, num_samples, is_mixed_up):
-        """Prefill computes a prompt, and decode hears of it, or never does, or with the params of another request."""
-        self.system.hand_off(prompt)
-        for _ in range(num_samples if self.system.grants else 0):
-            self.system.arrive(-1, prompt=prompt % 3 + 1 if is_mixed_up else None)
+        request_comes(self.system, prompt, num_samples, is_mixed_up)
 
-    @rule(steps=st.lists(PROGRESS, min_size=5, max_size=20))
+    @rule(steps=st.lists(strategy(PROGRESS), min_size=5, max_size=20))
     def everything_gets_on(self, steps):
         for take in steps:
             take(self.system)
             self.system.check()
 
-    @rule(trouble=TROUBLE)
+    @rule(trouble=strategy(TROUBLE))
     def trouble_comes(self, trouble):
         trouble(self.system)
+
+    @rule(payload=st.binary(max_size=20))
+    def junk_arrives(self, payload):
+        junk_arrives(self.system, payload)
 
     @invariant()
     def check(self):
@@ -300,12 +265,12 @@ class SystemMachine(RuleBasedStateMachine):
 class UnprovenMachine(SystemMachine):
     """The positive control: decode takes every word for the granted one."""
 
-    checks_words = False
+    make_book = TrustingBook
 
 
 @pytest.mark.timeout(600)  # a failing story takes its time to become short
 def test_in_any_order():
-    run_state_machine_as_test(SystemMachine, settings=settings(max_examples=100, stateful_step_count=40))
+    run_state_machine_as_test(SystemMachine, settings=settings(max_examples=50, stateful_step_count=40))
 
 
 def test_control_the_machine_finds_a_wrong_read_when_words_are_not_checked():
@@ -313,3 +278,33 @@ def test_control_the_machine_finds_a_wrong_read_when_words_are_not_checked():
     control = settings(max_examples=1000, stateful_step_count=40, phases=[Phase.generate], derandomize=True)
     with pytest.raises(WrongReadError):
         run_state_machine_as_test(UnprovenMachine, settings=control)
+
+
+MOMENTS = (
+    *("waiting", "ordered", "before the first byte", "between bytes", "after the last byte"),
+    *("before the word is read", "after the word is read", "reported by this rank"),
+)
+READING = [moment for moment in MOMENTS if moment not in ("waiting", "ordered", "reported by this rank")]
+REFUSALS = (
+    *("grant_forged", "grant_other_prompt", "grant_other_boot", "grant_used", "grant_expired"),
+    *("peer_refused", "peer_unreachable", "withdrawn", "nothing_to_read"),
+)
+EVERYWHERE = ("abort", "a word changes", "the connection breaks", "prefill restarts", "decode restarts")
+
+
+def test_a_few_hundred_histories_in_which_everything_meets_everything():
+    """Both directions of every race: each event comes before and after each moment of a read."""
+    totals = Totals()
+    for seed in range(200):
+        totals.add(play(seed))
+    wanted = {(event, moment) for event in EVERYWHERE for moment in MOMENTS}
+    wanted |= {(trouble, moment) for trouble in ("fails", "is stuck", "gets on") for moment in READING}
+    assert not wanted - set(totals.met)
+    assert totals.judged["receive_verified"] > totals.num_histories
+    assert not [refusal for refusal in REFUSALS if not totals.declined[refusal]]
+
+
+@pytest.mark.parametrize(("book", "found"), [(TrustingBook, "WrongReadError"), (HastyBook, "I1")])
+def test_control_histories_find_what_a_careless_book_does(book, found):
+    with pytest.raises(HistoryError, match=found):
+        sum(play(seed, book).num_steps for seed in range(300))

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,7 +56,7 @@ from pd_transfer.runtime.orders import WorkerReport
 from pd_transfer.runtime.prefill import FinishedPrompt, PrefillSide
 from pd_transfer.runtime.worker import PullLoop
 from pd_transfer.transport.memory import MemoryFabric, MemoryPullTransport
-from tests.faults.fuzz_inputs import Params, Payloads
+from tests.faults.fuzz_inputs import Chance, Params, Payloads
 from tests.runtime.builders import Memory, PrefillWorker, content_after_read, engine, hybrid_layout
 
 PROOF_INPUTS = 2000
@@ -273,7 +272,7 @@ class World:
         self, seed: int, decode_message: Decode = decode, prefill_class: type[PrefillSide] = PrefillSide
     ) -> None:
         self.seed = seed
-        self.random = Random(seed)
+        self.random = Chance(seed)
         self.decode_message = decode_message
         self.now = 1000.0
         self.fabric = MemoryFabric()
@@ -407,6 +406,7 @@ class World:
                     if reply is not None:
                         self.decode.side.receive(HONEST, decode(encode(reply)), self.now)
                 elif self.random.random() < 0.5:
+                    self.tally["answers to decode, at once"] += 1
                     self.decode.side.receive(letter.address, self.decode_message(self.replies.take()), self.now)
 
     # What must come of it: nothing.
