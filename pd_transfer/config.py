@@ -2,6 +2,7 @@
 
 import difflib
 import ipaddress
+import re
 import socket
 from collections.abc import Mapping
 from typing import Any
@@ -19,8 +20,10 @@ class PdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     side_channel_host / side_channel_port: where a prefill engine's side channel listens; port 0 is any free one.
     advertise_host: what decode engines are told to connect to; by default this host's routable address.
+    key_file: this engine's CURVE keys, as ``pdt keys`` makes them. Needed beyond the loopback, unless insecure.
     insecure: allow addresses beyond the loopback without keys.
     peers: prefill engines ("host:port") that a decode engine greets when it starts.
+    allowed_peers: hosts and networks (CIDR) that a decode engine may ask beside ``peers``; see ``may_ask``.
     lease_*: how long prefill keeps KV that nobody has asked for, per renewal, and at most; and the share of the pool.
     handshake_seconds, read_seconds, drain_seconds: what a decode engine waits for a Welcome, for a read, and for a
     read that it has given up, before it destroys its agent.
@@ -32,8 +35,10 @@ class PdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     side_channel_host: str = ""
     side_channel_port: int = 0
     advertise_host: str = ""
+    key_file: str = ""
     insecure: bool = False
     peers: tuple[str, ...] = ()
+    allowed_peers: tuple[str, ...] = ()
     lease_unclaimed_seconds: float = 10.0
     lease_renewal_seconds: float = 30.0
     lease_max_seconds: float = 120.0
@@ -94,14 +99,68 @@ def _check(config: PdConfig) -> None:
             raise ConfigError(f"{name} is {value}; use more than 0 and less than 86400 seconds")
     if not 0 < config.lease_max_pool_fraction <= 1:
         raise ConfigError(f"lease_max_pool_fraction is {config.lease_max_pool_fraction}; use more than 0 and at most 1")
+    _check_trust(config)
+
+
+def _check_trust(config: PdConfig) -> None:
+    if config.key_file and config.insecure:
+        raise ConfigError("key_file and insecure are both set; with keys nothing needs 'insecure': remove it")
     hosts = [("side_channel_host", config.side_channel_host), ("advertise_host", config.advertise_host)]
     hosts += [("peers", parse_host_port(peer)[0]) for peer in config.peers]
+    for entry in config.allowed_peers:
+        _network_or_host(entry)
+        hosts.append(("allowed_peers", entry.partition("/")[0]))
     for setting, host in hosts:
-        if host and not config.insecure and not is_loopback(host):
+        if host and not _is_trusted(config) and not is_loopback(host):
             raise ConfigError(
-                f"{setting} is {host}, which is not the loopback, and the side channel has no keys: "
-                "set 'insecure': true to accept that anyone who reaches the port can read KV"
+                f"{setting} is {host}, which is not the loopback, and the side channel has no keys: set 'key_file' "
+                "(make one with 'pdt keys new'), or set 'insecure': true to accept that anyone who reaches the port "
+                "can read KV"
             )
+
+
+def _is_trusted(config: PdConfig) -> bool:
+    """Whether the side channel may leave the loopback: it has keys, or the operator vouches for the network."""
+    return bool(config.key_file) or config.insecure
+
+
+def may_ask(config: PdConfig, host: str, port: int) -> bool:
+    """Whether decode may connect to an address that a request's params name; judged without a look-up.
+
+    Clients write params, so with keys only listed addresses are asked: else anybody could have this engine try hosts
+    and ports of its network. Without keys and without a list, it is the loopback, or anything if ``insecure``.
+    """
+    if not config.key_file and not config.allowed_peers:
+        return config.insecure or is_loopback(host)
+    if (host, port) in map(parse_host_port, config.peers):
+        return True
+    return any(_covers(_network_or_host(entry), host) for entry in config.allowed_peers)
+
+
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+_HOST_NAME = re.compile(r"[A-Za-z0-9._-]*[A-Za-z_-][A-Za-z0-9._-]*")
+
+
+def _network_or_host(entry: str) -> _Network | str:
+    """An entry of ``allowed_peers``. Raises ConfigError."""
+    try:
+        return ipaddress.ip_network(entry)
+    except ValueError as error:
+        if _HOST_NAME.fullmatch(entry):
+            return entry.lower()
+        raise ConfigError(
+            f"allowed_peers has {entry!r}; write a network such as '10.0.0.0/8', an address or a host name, "
+            "without a port"
+        ) from error
+
+
+def _covers(allowed: _Network | str, host: str) -> bool:
+    if isinstance(allowed, str):
+        return allowed == host.lower()
+    try:
+        return ipaddress.ip_address(host) in allowed
+    except ValueError:
+        return False
 
 
 def parse_host_port(text: str) -> tuple[str, int]:
@@ -123,10 +182,10 @@ def is_loopback(host: str) -> bool:
 
 
 def bind_host(config: PdConfig) -> str:
-    """Where the side channel listens: the loopback unless the operator said otherwise."""
+    """Where the side channel listens: the loopback, unless there are keys or the operator said otherwise."""
     if config.side_channel_host:
         return config.side_channel_host
-    return "0.0.0.0" if config.insecure else "127.0.0.1"  # noqa: S104 - the operator asked for it with 'insecure'
+    return "0.0.0.0" if _is_trusted(config) else "127.0.0.1"  # noqa: S104 - with keys, or the operator's word
 
 
 def advertised_host(config: PdConfig) -> str:

@@ -53,6 +53,10 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     ranks: tuple[ServedRank, ...]
     grant_key: bytes
 
+    def __repr__(self) -> str:
+        """Without the grant key and the memory keys: orders and stories, which carry welcomes, end up in logs."""
+        return f"Welcome({self.engine.engine_id!r}, boot {self.engine.engine_boot!r}, {len(self.ranks)} ranks)"
+
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """The request was understood and is refused; ``reason`` names both values that differ."""

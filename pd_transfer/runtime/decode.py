@@ -28,7 +28,10 @@ _ADVICE = {
     Outcome.RECEIVE_TIMED_OUT: "check the network and the prefill engine, or raise read_seconds",
     Outcome.PEER_UNREACHABLE: "check that the prefill engine is alive and that its advertise_host is reachable",
     Outcome.PEER_REFUSED: "both engines must serve the same model with the same KV cache settings",
-    Outcome.PEER_NOT_ALLOWED: "set 'insecure': true on both engines, if the network between them is private",
+    Outcome.PEER_NOT_ALLOWED: (
+        "with key_file, name it in peers or allowed_peers; without, set 'insecure': true on both engines, if the "
+        "network between them is private"
+    ),
 }
 
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pd_transfer.config import PdConfig
 from pd_transfer.core.layout import DescriptorRow, MemoryRange
 from pd_transfer.core.params import Address
 from pd_transfer.sidechannel.base import SideChannel
+from pd_transfer.sidechannel.curve import read_keys
 from pd_transfer.sidechannel.zmq import ZmqSideChannel
 from pd_transfer.transport.base import PullTransport, ServeTransport
 
@@ -21,8 +23,11 @@ class Parts:
 
 
 def real_parts(config: PdConfig) -> Parts:
-    """ZeroMQ and NIXL."""
+    """ZeroMQ and NIXL. Opening a side channel reads the key file, so that only scheduler processes hold keys."""
     parameters = config.nixl_backend_params
+
+    def open_side_channel(bind: Address | None) -> SideChannel:
+        return ZmqSideChannel(bind, read_keys(Path(config.key_file)) if config.key_file else None)
 
     def serve(name: str, region: MemoryRange, words: MemoryRange) -> ServeTransport:
         from pd_transfer.transport.nixl import NixlServeTransport  # only workers need NIXL
@@ -34,4 +39,4 @@ def real_parts(config: PdConfig) -> Parts:
 
         return NixlPullTransport(name, region, rows, backend_params=parameters)
 
-    return Parts(ZmqSideChannel, serve, pull)
+    return Parts(open_side_channel, serve, pull)

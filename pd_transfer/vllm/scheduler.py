@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from pd_transfer.config import PdConfig, advertised_host, bind_host, is_loopback, parse_host_port
+from pd_transfer.config import PdConfig, advertised_host, bind_host, may_ask, parse_host_port
 from pd_transfer.core.admissions import AdmissionBook, AskAgain
 from pd_transfer.core.layout import BlockRun
 from pd_transfer.core.leases import LeaseBook, LeasePolicy
@@ -123,7 +123,7 @@ class SchedulerHalf:
         renewal_seconds = min(config.lease_renewal_seconds, config.lease_unclaimed_seconds) / _RENEWALS_PER_PERIOD
 
         def is_allowed(address: Address) -> bool:
-            return config.insecure or is_loopback(address.host)
+            return may_ask(config, address.host, address.port)
 
         return DecodeSide(peers, AdmissionBook(peers, renewal_seconds, config.lease_max_seconds), is_allowed)
 

@@ -16,6 +16,7 @@ from pd_transfer.config import (
     bind_host,
     is_loopback,
     load_config,
+    may_ask,
     parse_host_port,
 )
 from pd_transfer.errors import ConfigError
@@ -83,6 +84,10 @@ def test_a_port_variable_that_is_no_port(text):
         ({"backoff_seconds": float("nan")}, "backoff_seconds is nan; use more than 0 and less than 86400 seconds"),
         ({"lease_max_pool_fraction": 0}, "lease_max_pool_fraction is 0.0; use more than 0 and at most 1"),
         ({"lease_max_pool_fraction": 1.1}, "lease_max_pool_fraction is 1.1; use more than 0 and at most 1"),
+        (
+            {"key_file": "prefill.key", "insecure": True},
+            "key_file and insecure are both set; with keys nothing needs 'insecure': remove it",
+        ),
         ({"peers": ["10.0.0.5"]}, "peers has '10.0.0.5'; write 'host:port', for example '10.0.0.5:5600'"),
     ],
 )
@@ -145,18 +150,73 @@ def test_is_loopback(host, expected):
     assert is_loopback(host) is expected
 
 
-@pytest.mark.parametrize("setting", ["side_channel_host", "advertise_host"])
-def test_beyond_the_loopback_needs_an_explicit_word(setting):
-    with pytest.raises(ConfigError, match=rf"{setting} is 10\.0\.0\.5, .* set 'insecure': true"):
-        load_config({setting: "10.0.0.5"}, {})
-    assert load_config({setting: "10.0.0.5", "insecure": True}, {})
-    assert load_config({setting: "127.0.0.1"}, {})
+@pytest.mark.parametrize(
+    ("setting", "local", "beyond"),
+    [
+        ("side_channel_host", "127.0.0.1", "10.0.0.5"),
+        ("advertise_host", "127.0.0.1", "10.0.0.5"),
+        ("peers", ["127.0.0.1:5600"], ["127.0.0.1:5600", "10.0.0.5:5600"]),
+        ("allowed_peers", ["127.0.0.0/8", "::1", "localhost"], ["127.0.0.1", "10.0.0.5"]),
+        ("allowed_peers", [], ["0.0.0.0/0"]),
+        ("allowed_peers", [], ["prefill-0"]),
+    ],
+)
+def test_beyond_the_loopback_needs_keys_or_an_explicit_word(setting, local, beyond):
+    with pytest.raises(ConfigError, match=rf"{setting} is .*, .*'key_file'.*pdt keys new.* set 'insecure': true"):
+        load_config({setting: beyond}, {})
+    assert load_config({setting: beyond, "insecure": True}, {})
+    assert load_config({setting: beyond, "key_file": "prefill.key"}, {})
+    assert load_config({setting: local}, {})
 
 
-def test_peers_beyond_the_loopback_need_an_explicit_word():
-    with pytest.raises(ConfigError, match=r"peers is 10\.0\.0\.5, .* set 'insecure': true"):
-        load_config({"peers": ["127.0.0.1:5600", "10.0.0.5:5600"]}, {})
-    assert load_config({"peers": ["10.0.0.5:5600"], "insecure": True}, {})
+@pytest.mark.parametrize("entry", ["", "10.0.0.5:5600", "10.0.0.5/8", "10.0.0.0/33", "[::1]", "a b", "*", "10.0.0.x/8"])
+def test_what_cannot_be_allowed(entry):
+    with pytest.raises(ConfigError, match=re.escape(f"allowed_peers has {entry!r}; write a network")):
+        load_config({"allowed_peers": [entry], "insecure": True}, {})
+
+
+# Whom decode may ask: the settings, who may be, who may not. Strings are hosts, at port 5600.
+POLICIES = {
+    "nothing set": ({}, ["127.0.0.1", "::1", "localhost"], ["10.0.0.5", "prefill-0", "0.0.0.0", ""]),
+    "insecure": ({"insecure": True}, ["10.0.0.5", "prefill-0", "127.0.0.1"], []),
+    "insecure and a list": (
+        {"insecure": True, "allowed_peers": ["10.0.0.0/8"]},
+        ["10.0.0.5", "10.255.255.255"],
+        ["11.0.0.0", "prefill-0", "127.0.0.1", "::ffff:10.0.0.5", "10.0.0.0/8", "10.0.0.5 "],
+    ),
+    "a list of names": (
+        {"insecure": True, "allowed_peers": ["prefill-0.svc", "fd00::/8"]},
+        ["prefill-0.svc", "PREFILL-0.svc", "fd12::1"],
+        ["x.prefill-0.svc", "prefill-0", "10.0.0.5", "fe80::1"],
+    ),
+    "the loopback and a list": ({"allowed_peers": ["127.0.0.2"]}, ["127.0.0.2"], ["127.0.0.1", "10.0.0.5"]),
+    "keys": ({"key_file": "k"}, [], ["127.0.0.1", "localhost", "10.0.0.5", "prefill-0"]),
+    "keys and a list": ({"key_file": "k", "allowed_peers": ["10.0.0.5"]}, ["10.0.0.5"], ["10.0.0.6", "127.0.0.1"]),
+    "keys and any address": (
+        {"key_file": "k", "allowed_peers": ["0.0.0.0/0", "::/0"]},
+        ["10.0.0.5", "::1"],
+        ["prefill-0"],
+    ),
+    "keys and a peer": ({"key_file": "k", "peers": ["prefill-0:5600"]}, ["prefill-0"], ["10.0.0.5"]),
+}
+
+
+@pytest.mark.parametrize(("extra", "allowed", "others"), POLICIES.values(), ids=POLICIES)
+def test_whom_decode_may_ask(extra, allowed, others):
+    config = load_config(extra, {})
+    assert [host for host in allowed if not may_ask(config, host, 5600)] == []
+    assert [host for host in others if may_ask(config, host, 5600)] == []
+
+
+def test_a_peer_is_allowed_at_its_port_only():
+    config = load_config({"key_file": "k", "peers": ["10.0.0.5:5600"]}, {})
+    assert [port for port in (22, 5599, 5600, 5601) if may_ask(config, "10.0.0.5", port)] == [5600]
+
+
+@given(st.text(), st.integers())
+def test_any_address_is_judged(host, port):
+    for extra, _, _ in POLICIES.values():
+        assert may_ask(load_config(extra, {}), host, port) in (True, False)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +227,7 @@ def test_peers_beyond_the_loopback_need_an_explicit_word():
         (PdConfig(advertise_host="localhost"), "127.0.0.1", "localhost"),
         (PdConfig(insecure=True, side_channel_host="10.0.0.5"), "10.0.0.5", "10.0.0.5"),
         (PdConfig(insecure=True, advertise_host="prefill-0"), "0.0.0.0", "prefill-0"),
+        (PdConfig(key_file="prefill.key", advertise_host="prefill-0"), "0.0.0.0", "prefill-0"),
     ],
 )
 def test_where_to_listen_and_what_to_advertise(config, bound, advertised):

@@ -238,3 +238,12 @@ def test_a_sentence_that_quotes_a_peer_stays_in_its_line():
     assert one_line("the lease's word is é") == "the lease's word is é"
     assert one_line("no\nERROR \x1b[2J \ud800") == "no\\nERROR \\x1b[2J \\ud800"
     assert len(one_line("x" * 100_000)) < 600
+
+
+def test_a_welcome_shows_whose_it_is_and_none_of_its_secrets():
+    welcome = make_welcome(make_engine(num_ranks=2))
+    shown = repr([welcome])
+    assert repr(welcome.engine.engine_id) in shown
+    for secret in (welcome.grant_key, welcome.ranks[0].memory.agent_metadata, welcome.ranks[0].memory.region.address):
+        assert repr(secret) not in shown
+        assert repr(secret) in repr(msgspec.structs.astuple(welcome)), "the control"
