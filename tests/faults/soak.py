@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from pd_transfer.core.outcomes import Outcome, Outcomes
+from pd_transfer.core.outcomes import Level, Outcome, Outcomes
 from pd_transfer.core.params import RequestId
 from pd_transfer.core.receives import ReceiveRequest
 from tests.faults.soak_bed import STEP_SECONDS, AbortAt, DecodeEngine, Held, PrefillProcess, Request, Usage
@@ -40,6 +40,7 @@ LOST_SHARE = 0.03
 """Of the prompts: they never reach decode, so that their leases expire."""
 RESET_SHARE = 0.01
 """Of the turns in which prefill ends all of its leases at once."""
+LASTING_LEVELS = (Level.LEASES, Level.LEASED_BLOCKS, Level.ADMISSIONS, Level.BORROWED_LEASES)
 WAYS = {"cma": {}, "tcp": {"engine_config": "TLS=tcp"}}
 
 
@@ -65,7 +66,10 @@ class Sample:
 
 @dataclass
 class Record:
-    """What was seen. ``rests`` are the moments at which nothing was under way: after each warm-up, and at the end."""
+    """What was seen. ``rests`` are the moments at which nothing was under way: after each warm-up, and at the end.
+
+    ``decode`` and ``prefill`` are what was held at the end, ``busiest`` the most that was ever seen of each.
+    """
 
     plan: Plan
     num_transfers: int = 0
@@ -77,6 +81,7 @@ class Record:
     rests: list[Sample] = field(default_factory=list)
     decode: Held = field(default_factory=lambda: Held(Counter(), 0))
     prefill: Held = field(default_factory=lambda: Held(Counter(), 0))
+    busiest: Counter[Level] = field(default_factory=Counter)
 
 
 class Soak:
@@ -128,6 +133,7 @@ class Soak:
             assert time.monotonic() < deadline, f"no transfer has ended for {DEADLINE_SECONDS} s"
             before = self.decode.num_transfers
             self._begin_requests()
+            self._take_ledgers()
             if self._random.random() < RESET_SHARE:
                 self._prefill.call("end_leases")
             self._turn()
@@ -188,6 +194,7 @@ class Soak:
         self.record.decode, counted = self.decode.ledger()
         self.record.prefill, counted_there = self._prefill.call("ledger")
         self.record.outcomes.update(counted + counted_there)
+        self.record.busiest |= self.record.decode.levels + self.record.prefill.levels
         return self.record.decode, self.record.prefill
 
     def _sample(self) -> Sample:
@@ -214,6 +221,7 @@ def verdict(record: Record) -> list[Check]:
     num_verified, num_aborted = outcomes[Outcome.RECEIVE_VERIFIED], outcomes[Outcome.RECEIVE_ABORTED]
     num_errors = outcomes[Outcome.INTERNAL_ERROR]
     told = [Check(f"  {outcome.value}", str(count)) for outcome, count in sorted(outcomes.items()) if count]
+    told += [Check(f"  at most {level.value}", str(count)) for level, count in record.busiest.items()]
     told += [Check(f"  abort: {stage.name.lower()}", str(count)) for stage, count in record.aborts.items()]
     last_life = [sample for sample in record.samples if sample.life == plan.num_restarts]
     last_rests = [rest for rest in record.rests if rest.life == plan.num_restarts]
@@ -225,6 +233,7 @@ def verdict(record: Record) -> list[Check]:
         _at_least("aborted while they were read", num_aborted, 1),
         _none("verified with wrong bytes", record.num_wrong),
         _none("internal errors", num_errors),
+        _busiest(record.busiest),
         *_ledger("decode", record.decode),
         *_ledger("prefill", record.prefill),
         *_machine("decode", [(s.num_transfers, s.decode) for s in record.samples], [r.decode for r in record.rests]),
@@ -238,6 +247,12 @@ def _at_least(what: str, figure: int, bound: int) -> Check:
 
 def _none(what: str, figure: int) -> Check:
     return Check(what, str(figure), "0", figure == 0)
+
+
+def _busiest(levels: Counter[Level]) -> Check:
+    """A ledger that is always empty says nothing at the end. Reads are too short to be seen for certain."""
+    unseen = [level.value for level in LASTING_LEVELS if not levels[level]]
+    return Check("seen held at some time", f"no {', '.join(unseen)}" if unseen else "all", "all", not unseen)
 
 
 def _ledger(engine: str, held: Held) -> list[Check]:

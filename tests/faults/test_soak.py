@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pd_transfer.core.outcomes import Level, Outcome
-from tests.faults.soak import MAX_GROWTH_BYTES, WAYS, Plan, Record, Sample, Soak, memory_growth, verdict
+from tests.faults.soak import LASTING_LEVELS, MAX_GROWTH_BYTES, WAYS, Plan, Record, Sample, Soak, memory_growth, verdict
 from tests.faults.soak_bed import AbortAt, Held, Usage
 
 
@@ -39,6 +39,8 @@ def test_a_soak_is_clean(way):
     record = soaked(Plan(num_transfers=2000, num_restarts=5, backend_params=WAYS[way]))
     assert red(record) == set()
     assert set(record.aborts) == set(AbortAt)
+    assert record.busiest[Level.RECEIVES]
+    assert record.busiest[Level.TRANSFERS]
     assert record.outcomes[Outcome.RECEIVE_STALE]
     assert record.outcomes[Outcome.RECEIVE_FAILED], "prefill was never killed while it was read from"
 
@@ -98,6 +100,7 @@ def good_record():
         num_restarts=1,
         outcomes=Counter({Outcome.RECEIVE_VERIFIED: 80, Outcome.RECEIVE_ABORTED: 20}),
         samples=[Sample(number, number // 50, usage, usage) for number in range(100)],
+        busiest=Counter(LASTING_LEVELS),
         rests=[Sample(number, life, usage, usage) for number, life in ((12, 0), (62, 1), (100, 1))],
     )
 
@@ -130,6 +133,7 @@ BAD_RECORDS = {
     "aborted while they were read": lambda good: replace(good, outcomes=Counter({Outcome.RECEIVE_VERIFIED: 1})),
     "verified with wrong bytes": lambda good: replace(good, num_wrong=1),
     "internal errors": lambda good: replace(good, outcomes=good.outcomes + Counter({Outcome.INTERNAL_ERROR: 1})),
+    "seen held at some time": lambda good: replace(good, busiest=good.busiest - Counter([Level.LEASES])),
     "decode: blocks not given back": lambda good: replace(good, decode=Held(Counter(), 1)),
     "prefill: blocks not given back": lambda good: replace(good, prefill=Held(Counter(), 1)),
     "decode: memory gained after warm-up": lambda good: growing(good, MAX_GROWTH_BYTES // 70),
