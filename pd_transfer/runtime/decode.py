@@ -26,6 +26,7 @@ _ADVICE = {
     Outcome.RECEIVE_STALE: "the lease was over before the read ended; if this is frequent, raise lease_renewal_seconds",
     Outcome.RECEIVE_FAILED: "check that the prefill engine is alive and reachable",
     Outcome.RECEIVE_TIMED_OUT: "check the network and the prefill engine, or raise read_seconds",
+    Outcome.RECEIVE_UNCOVERED: "please report it, with the logs of both engines",
     Outcome.PEER_UNREACHABLE: "check that the prefill engine is alive and that its advertise_host is reachable",
     Outcome.PEER_REFUSED: "both engines must serve the same model with the same KV cache settings",
     Outcome.PEER_NOT_ALLOWED: (
@@ -33,6 +34,10 @@ _ADVICE = {
         "network between them is private"
     ),
 }
+
+
+_QUIET = frozenset({Outcome.NOTHING_TO_READ, Outcome.WITHDRAWN, Outcome.RECEIVE_ABORTED})
+"""Counted, but nobody's trouble: there was no need to read, or the client left."""
 
 
 @dataclass(slots=True)
@@ -174,8 +179,7 @@ class DecodeSide:
                 case AbortReceive():
                     self._orders.aborts.append(action)
         for declined in self._admissions.declined:
-            if declined.outcome not in (Outcome.NOTHING_TO_READ, Outcome.WITHDRAWN):
-                self._log(declined.request_id, declined.outcome, declined.reason)
+            self._log(declined.request_id, declined.outcome, declined.reason)
         self._admissions.declined.clear()
 
     def _retire(self, action: RetirePeer) -> None:
@@ -187,6 +191,8 @@ class DecodeSide:
             self._orders.retires.append(action)
 
     def _log(self, request_id: RequestId, outcome: Outcome, reason: str) -> None:
+        if outcome in _QUIET:
+            return
         advice = _ADVICE.get(outcome, "the prompt is computed here instead")
         logger.warning("%s: %s: %s; %s", request_id, outcome.value, one_line(reason), advice)
 

@@ -162,7 +162,7 @@ def test_a_request_that_is_turned_away_gives_its_lease_back(engines):
     eventually("the release", lambda: is_retiring(prefill))
 
 
-def test_an_abort_during_the_read_releases_after_the_report(engines):
+def test_an_abort_during_the_read_releases_after_the_report(engines, caplog):
     (prefill, _), decoder = engines.prefill(), engines.decode()
     loading(decoder, "a", prefill.hand_off())
     decoder.end("a")
@@ -171,6 +171,7 @@ def test_an_abort_during_the_read_releases_after_the_report(engines):
     decoder.apply([failed("a", Outcome.RECEIVE_ABORTED)], ended=["a"])
     eventually("the release", lambda: is_retiring(prefill))
     assert not decoder.levels()
+    assert not caplog.messages, "a client that leaves is nobody's trouble"
 
 
 def test_an_engine_that_serves_and_pulls_at_once(engines):
