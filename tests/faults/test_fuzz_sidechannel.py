@@ -23,6 +23,7 @@ from pd_transfer.core.messages import (
 )
 from pd_transfer.core.outcomes import Outcome
 from pd_transfer.core.params import Address, LeaseId
+from pd_transfer.sidechannel.curve import new_client_keys, new_server_keys
 from pd_transfer.sidechannel.zmq import ZmqSideChannel
 from tests.faults.fuzz_inputs import Payloads
 from tests.runtime.builders import engine, eventually, hybrid_layout
@@ -75,7 +76,7 @@ def stranger(opened):
 
     def open_socket(kind):
         made = opened.enter_context(closing(context.socket(kind)))
-        for option in (zmq.SNDHWM, zmq.RCVHWM):
+        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             made.setsockopt(option, 0)
         made.setsockopt(zmq.RCVTIMEO, 30_000)
         return made
@@ -177,3 +178,38 @@ def test_what_strangers_answer(prefill, decoder, stranger):
 def counts(decoder):
     decoder.collect()
     return Counter({kind: decoder.outcomes[kind] for kind in (Outcome.MESSAGE_MALFORMED, Outcome.MESSAGE_DROPPED)})
+
+
+NOT_KNOWN = ("no keys", "keys of another deployment", "a key that is not listed")
+
+
+@pytest.mark.parametrize("kind", NOT_KNOWN)
+def test_nothing_that_strangers_send_reaches_an_engine_with_keys(opened, stranger, kind):
+    keys, other = new_server_keys("decode"), new_server_keys("other")
+    endpoint = ZmqSideChannel(Address(LOCAL, 0), keys)
+    address = Address(LOCAL, endpoint.bound_port)
+    serving = Engine(make_prefill_side(engine(LAYOUT), address), None, endpoint, Clock())
+    opened.callback(serving.runtime.close)
+    hello = Hello(engine(LAYOUT, "decode", "boot-d"))
+    payloads = Payloads(Random(3), (hello, Renew((LeaseId("x"),)), Release((LeaseId("x"),))))
+    dealer = stranger(zmq.DEALER)
+    if kind != "no keys":
+        shown = new_client_keys(other if kind == "keys of another deployment" else keys)
+        dealer.setsockopt_string(zmq.CURVE_SERVERKEY, shown.server_public)
+        dealer.setsockopt_string(zmq.CURVE_PUBLICKEY, shown.client_public)
+        dealer.setsockopt_string(zmq.CURVE_SECRETKEY, shown.client_secret)
+    # From another address than the honest engine's: that one may be shut out for a while.
+    dealer.connect(f"tcp://127.0.0.2:0;{address}")
+    for payload in (encode(hello), *(payloads.take() for _ in range(1000))):
+        with suppress(zmq.Again):  # once it is refused, libzmq has nowhere to send to
+            dealer.send(payload, zmq.NOBLOCK)
+    eventually("the stranger is refused", lambda: serving.collect() and serving.outcomes[Outcome.HANDSHAKE_REFUSED])
+    known = Engine(None, make_decode_side(engine(LAYOUT, "decode", "boot-d")), ZmqSideChannel(keys=keys), Clock())
+    opened.callback(known.runtime.close)
+    expect_a_transfer((serving, address), known)
+    serving.collect()
+    heard = Counter({outcome: count for outcome, count in serving.outcomes.items() if count})
+    del heard[Outcome.HANDSHAKE_REFUSED]
+    # The known engine's, and nothing else.
+    assert heard == {Outcome.HELLO_WELCOMED: 1, Outcome.LEASE_OPENED: 1, Outcome.LEASE_RELEASED: 1}
+    assert not dealer.poll(0)
