@@ -34,7 +34,7 @@ _PROTOCOL_FAILURES: dict[int, str] = {
     zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "it has no keys; set key_file there",
     zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: "its keys are another deployment's",
 }
-_NO_HANDSHAKE = "it is no side channel, or went away"
+_NO_HANDSHAKE = "it left, or was silent, before the handshake, as engines without keys and foreign programs do"
 
 
 class Gate:

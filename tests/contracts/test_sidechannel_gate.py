@@ -218,7 +218,7 @@ class TestLogs:
     @pytest.mark.parametrize(
         ("stranger_keys", "reason"),
         [
-            (lambda keys: None, "it has no keys"),
+            (lambda keys: None, "(it has no keys|.* as engines without keys)"),  # either end may hang up first
             (lambda keys: new_server_keys("x"), "its keys are another deployment's"),
             (lambda keys: new_client_keys(keys), "its key .{40} is not listed"),
         ],
