@@ -69,6 +69,14 @@ def prefill_steps(system: System, ranks: tuple[int, ...]) -> None:
         system.prefill.store(rank, system.now)
 
 
+def stuck_transfer_gets_on(system: System, at: int) -> None:
+    """As a stopped process does that continues; mostly not yet."""
+    stuck = [transfer for worker in system.workers for transfer in worker.transfers.values() if transfer.is_stuck]
+    if at < len(stuck):
+        system.met["gets on", stuck[at].moment] += 1
+        stuck[at].is_stuck = False
+
+
 # Trouble.
 
 
@@ -89,17 +97,18 @@ def request_is_preempted(system: System, at: int) -> None:
         system.preempt(running[-1 - at % len(running)])
 
 
-def transfer_is_in_trouble(system: System, at: int, trouble: str) -> None:
-    """It fails on one rank, or it gets stuck, or it gets on after it was."""
+def transfer_is_in_trouble(system: System, at: int, is_stuck: bool) -> None:
+    """It fails on one rank, or does not get on until further notice."""
     transfers = [(worker, request_id) for worker in system.workers for request_id in worker.transfers]
     if not transfers:
         return
     worker, request_id = transfers[at % len(transfers)]
-    system.met[trouble, worker.transfers[request_id].moment] += 1
-    if trouble == "fails":
-        worker.fail(request_id)
+    transfer = worker.transfers[request_id]
+    system.met["is stuck" if is_stuck else "fails", transfer.moment] += 1
+    if is_stuck:
+        transfer.is_stuck = True
     else:
-        worker.transfers[request_id].is_stuck = trouble == "is stuck"
+        worker.fail(request_id)
 
 
 def junk_arrives(system: System, payload: bytes) -> None:
@@ -118,19 +127,20 @@ PROGRESS = (
     Event(worker_gets_on, {"rank": RANKS, "num_orders": range(1, 10), "num_copies": range(1, 6), "count": range(5)}),
     Event(prefill_steps, {"ranks": [RANKS, RANKS, (0,), (1,), ()]}),
     Event(System.pass_time, {"seconds": [0.1, 0.5, 1, 3, 11]}),
+    Event(stuck_transfer_gets_on, {"at": AT}),
 )
 TROUBLE = (
     Event(letters_travel, {"count": range(1, 9), "at": AT, "fate": ["arrives twice", "is lost"]}, weight=2),
     Event(wrong_grant_comes, {"at": range(3), "prompt": [None, 1, 2, 3], "forger": [None, b"forger"]}, weight=2),
     Event(request_is_aborted, {"at": AT}, weight=2),
     Event(request_is_preempted, {"at": AT}),
-    Event(transfer_is_in_trouble, {"at": AT, "trouble": ["fails", "is stuck", "gets on"]}, weight=3),
+    Event(transfer_is_in_trouble, {"at": AT, "is_stuck": [True, False]}, weight=4),
     Event(junk_arrives, {"payload": JUNK}),
     Event(cache_is_reset),
     Event(System.lose_connection, {"keeps_letters": [True, False]}, weight=2),
     Event(System.shut_down_prefill),
-    Event(System.restart_prefill),
-    Event(System.restart_decode),
+    Event(System.restart_prefill, weight=2),
+    Event(System.restart_decode, weight=2),
 )
 
 

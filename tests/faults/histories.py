@@ -65,6 +65,7 @@ def summary(totals: Totals, failures: list[str]) -> dict[str, int]:
         "histories": totals.num_histories + len(failures),
         "steps": totals.num_steps,
         "requests": totals.num_requests,
+        "events that met a moment of a read": len(totals.met),
         "reads of a rank, judged exact": totals.judged["receive_verified"],
         "reads of a rank, explicitly lost": sum(losses.values()),
         **losses,
