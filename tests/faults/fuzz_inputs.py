@@ -29,34 +29,10 @@ Tree = Any
 
 ODD_LEAVES: tuple[Tree, ...] = (
     *(None, True, False, 0, 1, -1, 7, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, -(2**31), -(2**63)),
-    *(
-        0.5,
-        1.0,
-        -0.0,
-        1e308,
-        math.inf,
-        math.nan,
-        "",
-        "x",
-        "0",
-        "\0",
-        "line\nbreak\r\x1b[2J",
-        "é" * 40,
-        "x" * 70,
-        "y" * 9000,
-    ),
-    *(
-        [],
-        {},
-        [[]],
-        [None] * 3,
-        list(range(1500)),
-        {"type": "Hello"},
-        {"": {}},
-        [[0, 0, 0]],
-        [[1, 2**63, -1]],
-        {"0": [1.5]},
-    ),
+    *(0.5, 1.0, -0.0, 1e308, math.inf, math.nan),
+    *("", "x", "0", "\0", "line\nbreak\r\x1b[2J", "é" * 40, "x" * 70, "y" * 9000),
+    *([], {}, [[]], [None] * 3, list(range(1500)), [[0, 0, 0]], [[1, 2**63, -1]]),
+    *({"type": "Hello"}, {"": {}}, {"0": [1.5]}),
 )
 ODD_BYTES: tuple[Tree, ...] = (b"", b"\0", b"\xff" * 40, bytes(range(256)))
 DEEP = tuple(msgspec.Raw(opening * depth + b"\xc0") for opening in (b"\x91", b"\x81\xa0") for depth in (60, 5000))

@@ -9,6 +9,7 @@ nothing is held.
 
 import base64
 import gc
+import itertools
 import logging
 import os
 import types
@@ -230,14 +231,19 @@ def lease_of(params: dict[str, Any]) -> LeaseId:
 class DecodeEnd:
     """The decode engine, scheduler and worker; ``contacted`` are the addresses that it wrote to."""
 
-    def __init__(self, fabric: MemoryFabric) -> None:
+    def __init__(self, fabric: MemoryFabric, pull_class: type[MemoryPullTransport]) -> None:
         layout = hybrid_layout(12)
         self.local = Memory(layout, seed=3)
+        self.local.bytes[:] = 0
+        self.needed = np.zeros(self.local.bytes.shape, dtype=bool)
+        for group, table in zip(layout.groups, NEEDED, strict=True):
+            for block_id, layer in itertools.product(filter(None, table), group.layers):
+                self.local.page(layer, block_id, self.needed)[:] = True
         description = engine(layout, "decode", "boot-d")
         self.peers = PeerBook(PeerPolicy(5.0, 1.0, 30.0), description)
         self.admissions = AdmissionBook(self.peers, 3.0, 60.0)
         self.side = DecodeSide(self.peers, self.admissions, lambda address: is_loopback(address.host))
-        self.transport = MemoryPullTransport(fabric, self.local.region, self.local.rows)
+        self.transport = pull_class(fabric, self.local.region, self.local.rows)
         self.loop = PullLoop(self.transport, ReceivePolicy(10.0, 10.0), 0, layout, self.local.rows)
         self.outcomes: Counter[Outcome] = Counter()
 
@@ -265,11 +271,16 @@ class DecodeEnd:
 class World:
     """Both engines, the honest network between them, and the stranger.
 
-    ``decode_message`` is what reads strangers' bytes, and ``prefill_class`` what answers them; controls hand in worse.
+    ``decode_message`` is what reads strangers' bytes, ``prefill_class`` answers them, ``pull_class`` reads KV; controls
+    hand in worse ones.
     """
 
     def __init__(
-        self, seed: int, decode_message: Decode = decode, prefill_class: type[PrefillSide] = PrefillSide
+        self,
+        seed: int,
+        decode_message: Decode = decode,
+        prefill_class: type[PrefillSide] = PrefillSide,
+        pull_class: type[MemoryPullTransport] = MemoryPullTransport,
     ) -> None:
         self.seed = seed
         self.random = Chance(seed)
@@ -277,7 +288,7 @@ class World:
         self.now = 1000.0
         self.fabric = MemoryFabric()
         self.prefill = PrefillEnd(self.fabric, prefill_class)
-        self.decode = DecodeEnd(self.fabric)
+        self.decode = DecodeEnd(self.fabric, pull_class)
         self.waiting: list[RequestId] = []
         self.tally: Counter[str] = Counter()
         self.footprints: list[int] = []
@@ -384,7 +395,8 @@ class World:
 
     def _load(self, request_id: RequestId, params: RemotePrefill) -> None:
         """Blocks are written only where they were asked for, and with what an honest grant offers."""
-        self.prefill_content = content_after_read(self.decode.local, NEEDED, self.prefill.worker.memory, TABLES)
+        local = self.decode.local
+        expected = content_after_read(local, NEEDED, self.prefill.worker.memory, TABLES)
         needed = tuple(block_runs(table) for table in NEEDED)
         self.decode.side.allocated(request_id, NUM_TOKENS, needed, self.now)
         report = self.decode.step(self.now)
@@ -392,8 +404,9 @@ class World:
         self.tally[f"reads: {result.outcome.value}"] += 1
         is_honest = base64.urlsafe_b64decode(params.grant) in self.prefill.payloads
         if is_honest and result.outcome is Outcome.RECEIVE_VERIFIED:
-            np.testing.assert_array_equal(self.decode.local.bytes, self.prefill_content)
-        self.decode.local.bytes[:] = 0
+            np.testing.assert_array_equal(local.bytes, expected)
+        assert not local.bytes[~self.decode.needed].any(), "a read has written where nobody asked for it"
+        local.bytes[:] = 0
 
     def _deliver(self) -> None:
         """The honest network: what decode writes to prefill arrives, and so does the answer."""

@@ -3,10 +3,12 @@
 import logging
 
 import msgspec
+import numpy as np
 import pytest
 
 from pd_transfer.core.messages import PROTOCOL_VERSION, Hello, Malformed, Message
 from pd_transfer.runtime.prefill import PrefillSide
+from pd_transfer.transport.memory import MemoryPullTransport
 from tests.faults.fuzzing import FuzzError, World, fits, footprint, watched_log
 from tests.runtime.builders import engine, hybrid_layout
 
@@ -91,6 +93,18 @@ class Forgetful(PrefillSide):
 def test_control_an_engine_that_is_too_kind_is_found(worse, found):
     with pytest.raises(FuzzError, match=found):
         World(1, prefill_class=worse).run(CONTROL_INPUTS)
+
+
+class Scribbling(MemoryPullTransport):
+    """Reads into the next block."""
+
+    def submit_read(self, key, local, remote):
+        return super().submit_read(key, local + np.int32(1), remote)
+
+
+def test_control_a_read_to_the_wrong_place_is_found():
+    with pytest.raises(FuzzError, match="Arrays are not equal|where nobody asked for it"):
+        World(1, pull_class=Scribbling).run(CONTROL_INPUTS)
 
 
 @pytest.mark.parametrize("line", ["x" * 4000, "two\nlines", "\x1b[2J", "the key is b'secret'", "736563726574"])
