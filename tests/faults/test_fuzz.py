@@ -103,7 +103,7 @@ class Scribbling(MemoryPullTransport):
 
 
 def test_control_a_read_to_the_wrong_place_is_found():
-    with pytest.raises(FuzzError, match="Arrays are not equal|where nobody asked for it"):
+    with pytest.raises(FuzzError, match=r"Arrays are not equal|where nobody asked for it"):
         World(1, pull_class=Scribbling).run(CONTROL_INPUTS)
 
 
