@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pd_transfer.cli import keys
+from pd_transfer.cli import keys, plan
 from pd_transfer.errors import PdTransferError
 
 
@@ -22,6 +22,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pdt", description="Tools for operators of pd_transfer.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (keys,):  # each registers itself and sets ``run``
+    for command in (keys, plan):  # each registers itself and sets ``run``
         command.add_to(commands)
     return parser
