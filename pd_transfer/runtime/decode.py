@@ -27,7 +27,7 @@ _ADVICE = {
     Outcome.RECEIVE_FAILED: "check that the prefill engine is alive and reachable",
     Outcome.RECEIVE_TIMED_OUT: "check the network and the prefill engine, or raise read_seconds",
     Outcome.RECEIVE_UNCOVERED: "please report it, with the logs of both engines",
-    Outcome.PEER_UNREACHABLE: "check that the prefill engine is alive and that its advertise_host is reachable",
+    Outcome.PEER_UNREACHABLE: "check that prefill is alive, that its advertise_host is reachable, and that keys fit",
     Outcome.PEER_REFUSED: "both engines must serve the same model with the same KV cache settings",
     Outcome.PEER_NOT_ALLOWED: (
         "with key_file, name it in peers or allowed_peers; without, set 'insecure': true on both engines, if the "
