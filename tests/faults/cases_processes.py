@@ -54,37 +54,21 @@ def prefill_killed_before_the_read(run: Run) -> None:
     run.ask(second, params[1])
 
 
-@BOOK.at_stages(
-    {
-        Stage.BEFORE_READ: ["receive_failed"],
-        Stage.DURING_READ: ["receive_failed"],
-        Stage.BEFORE_WORD: ["receive_failed"],
-        Stage.AFTER_WORD: ["receive_verified"],
-    },
-    restarts=True,
-)
-def prefill_killed(run: Run, stage: Stage) -> None:
-    """Prefill is killed while a read is held, and restarts."""
-    question = run.bed.question(seed=3)
-    with run.held(stage, question, run.bed.hand_off(question)):
+@BOOK.case("receive_failed", "receive_verified", restarts=True)
+def prefill_killed_with_a_read_at_every_stage(run: Run) -> None:
+    """Prefill is killed while four reads are held, one at each stage, and restarts; only the proven one is good."""
+    with run.held_at(*Stage, seed=110):
         kill(run, run.bed.prefill)
-    run.settle()
+    run.settle(alone=False)
     run.bed.restart("prefill")
 
 
-@BOOK.at_stages(
-    {
-        Stage.DURING_READ: ["receive_failed", "receive_stale"],
-        Stage.BEFORE_WORD: ["receive_failed", "receive_stale"],
-    },
-    restarts=True,
-)
-def prefill_terminated(run: Run, stage: Stage) -> None:
-    """Prefill gets SIGTERM while a read is held, ends in its own way, and restarts."""
-    question = run.bed.question(seed=4)
-    with run.held(stage, question, run.bed.hand_off(question)):
+@BOOK.case("receive_failed", "receive_stale", restarts=True)
+def prefill_terminated(run: Run) -> None:
+    """Prefill gets SIGTERM while two reads are held, ends in its own way, and restarts."""
+    with run.held_at(Stage.DURING_READ, Stage.BEFORE_WORD, seed=120):
         terminate(run, run.bed.prefill)
-    run.settle()
+    run.settle(alone=False)
     run.bed.restart("prefill")
 
 
@@ -147,17 +131,14 @@ def prefill_stopped_at_the_release(run: Run) -> None:
         run.settle()
 
 
-@BOOK.at_stages(
-    {Stage.BEFORE_READ: [], Stage.DURING_READ: []}, restarts=True, kills_decode=True, prefill={"lease_expired": 1}
-)
-def decode_killed(run: Run, stage: Stage) -> None:
-    """Decode is killed while its read is held, and restarts; prefill's lease ends by itself."""
-    question = run.bed.question(seed=9)
+@BOOK.case(restarts=True, kills_decode=True, prefill={"lease_expired": 4})
+def decode_killed_with_a_read_at_every_stage(run: Run) -> None:
+    """Decode is killed while four reads are held, one at each stage, and restarts; prefill's leases just end."""
     since = run.bed.prefill.metrics()
-    with run.held(stage, question, run.bed.hand_off(question)):
+    with run.held_at(*Stage, seed=130):
         kill(run, run.bed.decode)
     run.settle()
-    run.wait_counted(run.bed.prefill, "lease_expired", since)
+    run.wait_counted(run.bed.prefill, "lease_expired", since, count=4)
     run.bed.restart("decode")
 
 

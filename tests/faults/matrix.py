@@ -1,6 +1,6 @@
 """All cases, the positive control of their verdicts, and the order in which a bed runs them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tests.faults import cases_leases, cases_processes, cases_reads, cases_side_channel
 from tests.faults.bed import ANSWER_SECONDS, POLICIES, TRANSPORTS, Bed
@@ -13,9 +13,9 @@ CASES: dict[str, Case] = {name: case for book in BOOKS for name, case in book.ca
 BEDS = tuple((transport, policy) for transport in TRANSPORTS for policy in POLICIES)
 
 
-def cases_of(transport: str, name_contains: str = "") -> Iterator[Case]:
-    """The cases that exist on a transport; those that restart engines come last."""
-    chosen = [case for case in CASES.values() if transport in case.transports and name_contains in case.name]
+def cases_of(transport: str, names: Sequence[str] = ("",)) -> Iterator[Case]:
+    """The cases that exist on a transport and whose name contains one of these; restarts come last."""
+    chosen = [c for c in CASES.values() if transport in c.transports and any(name in c.name for name in names)]
     return iter(sorted(chosen, key=lambda case: case.restarts))
 
 

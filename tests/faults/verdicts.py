@@ -147,6 +147,11 @@ class Row:
         return sum(judgement.verdict is verdict for judgement in self.judgements)
 
 
+def num_counted(row: Row) -> int:
+    """How many requests decode has counted."""
+    return sum(count for name, count in row.outcomes.items() if name in PER_REQUEST)
+
+
 def why_unexpected(row: Row, num_asked: int, allowed: frozenset[str]) -> list[str]:
     """What of a case's verdicts and counters is not as the outcomes and the policy demand."""
     counted = {name: count for name, count in row.outcomes.items() if name in PER_REQUEST}
