@@ -3,7 +3,7 @@
 import argparse
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -28,6 +28,37 @@ class Timeouts:
     """Between two pieces of an answer that has begun."""
     drain_seconds: float = 30.0
     """For open requests, once the proxy was told to stop."""
+    health_seconds: float = 1.0
+    """Between two checks of an engine's health, and for the answer to one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much the proxy takes on."""
+
+    max_body_bytes: int = 64 * _MIB
+    max_prompts: int = 1024
+    """In one completion request."""
+    max_in_flight: int = 4096
+    """Requests that are served at once."""
+    max_queued: int = 4096
+    """Requests that wait because so many are served."""
+    queue_seconds: float = 30.0
+    """For a request's turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingConfig:
+    """Which engines get a request. The policies are names in ``routing.POLICIES``."""
+
+    prefill_policy: str = "least-tokens"
+    decode_policy: str = "least-tokens"
+    min_remote_tokens: int = 0
+    """Shorter prompts are computed by decode. Compared with an estimate: four bytes are about a token."""
+    decode_only_fallback: bool = False
+    """Whether decode computes prompts when no prefill engine is left. Off, they are refused with 503."""
+    num_ranks: int = 0
+    """The data-parallel size of every engine, if requests are to name a rank; otherwise 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +69,9 @@ class ProxyConfig:
     decode_urls: tuple[str, ...]
     host: str = "127.0.0.1"
     port: int = 8080
-    policy: str = "least-tokens"
     timeouts: Timeouts = Timeouts()
-    max_body_bytes: int = 64 * _MIB
-    max_prompts: int = 1024
+    limits: Limits = Limits()
+    routing: RoutingConfig = RoutingConfig()
 
 
 def engine_url(text: str) -> str:
@@ -76,22 +106,20 @@ def parse_arguments(arguments: Sequence[str]) -> ProxyConfig:
         decode_urls=tuple(given.decode),
         host=given.host,
         port=given.port,
-        policy=given.policy,
-        timeouts=Timeouts(
-            connect_seconds=given.connect_timeout_seconds,
-            prefill_seconds=given.prefill_timeout_seconds,
-            decode_seconds=given.decode_timeout_seconds,
-            idle_seconds=given.idle_timeout_seconds,
-            drain_seconds=given.drain_timeout_seconds,
+        timeouts=Timeouts(**{field.name: getattr(given, field.name) for field in fields(Timeouts)}),
+        limits=Limits(**{field.name: getattr(given, field.name) for field in fields(Limits)}),
+        routing=RoutingConfig(
+            prefill_policy=getattr(given, "prefill_policy", given.policy),
+            decode_policy=getattr(given, "decode_policy", given.policy),
+            min_remote_tokens=given.min_remote_tokens,
+            decode_only_fallback=given.fallback == "decode-only",
+            num_ranks=given.data_parallel_ranks,
         ),
-        max_body_bytes=given.max_body_bytes,
-        max_prompts=given.max_prompts,
     )
 
 
 def _parser() -> argparse.ArgumentParser:
     defaults = ProxyConfig(prefill_urls=(), decode_urls=())
-    timeouts = defaults.timeouts
     parser = argparse.ArgumentParser(
         prog="pd-proxy",
         description="Route OpenAI-style requests to vLLM engines that prefill and vLLM engines that decode.",
@@ -111,36 +139,84 @@ def _parser() -> argparse.ArgumentParser:
         )
     add("--host", default=defaults.host, help="address to listen on; 0.0.0.0 for all")
     add("--port", type=_argument(_port), default=defaults.port, help="port to listen on; 0 takes a free one")
-    add("--policy", choices=sorted(POLICIES), default=defaults.policy, help="how an engine is chosen")
-    for name, default, what in (
-        ("connect", timeouts.connect_seconds, "for a connection to an engine"),
-        ("prefill", timeouts.prefill_seconds, "for the whole answer of a prefill engine"),
-        ("decode", timeouts.decode_seconds, "for the first byte of a decode engine (all of it without streaming)"),
-        ("idle", timeouts.idle_seconds, "between two pieces of an answer"),
-        ("drain", timeouts.drain_seconds, "for open requests after SIGTERM or Ctrl-C"),
-    ):
+    _add_routing(parser)
+    _add_timeouts(parser, defaults.timeouts)
+    _add_limits(parser, defaults.limits)
+    return parser
+
+
+def _add_routing(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("routing")
+    add = group.add_argument
+    add("--policy", choices=sorted(POLICIES), default="least-tokens", help="how an engine is chosen")
+    for role in ("prefill", "decode"):
         add(
-            f"--{name}-timeout-seconds",
-            type=_argument(_seconds),
-            default=default,
-            metavar="SECONDS",
-            help=f"longest wait {what}",
+            f"--{role}-policy",
+            choices=sorted(POLICIES),
+            default=argparse.SUPPRESS,
+            help=f"how a {role} engine is chosen, if not by --policy",
         )
     add(
-        "--max-body-bytes",
-        type=_argument(_count),
-        default=defaults.max_body_bytes,
-        metavar="BYTES",
-        help="largest request body",
+        "--min-remote-tokens",
+        type=_argument(_number),
+        default=0,
+        metavar="TOKENS",
+        help="prompts shorter than about this are computed by decode, without a prefill engine",
     )
     add(
-        "--max-prompts",
-        type=_argument(_count),
-        default=defaults.max_prompts,
-        metavar="COUNT",
-        help="most prompts in one completion request",
+        "--fallback",
+        choices=("none", "decode-only"),
+        default="none",
+        help="when no prefill engine is left: refuse requests (503), or let decode compute the prompts",
     )
-    return parser
+    add(
+        "--data-parallel-ranks",
+        type=_argument(_number),
+        default=0,
+        metavar="COUNT",
+        help="data-parallel size of each engine: requests name the rank with the least to do; 0 leaves that to it",
+    )
+
+
+def _add_timeouts(parser: argparse.ArgumentParser, defaults: Timeouts) -> None:
+    group = parser.add_argument_group("time")
+    for name, what in (
+        ("connect", "longest wait for a connection to an engine"),
+        ("prefill", "longest wait for the whole answer of a prefill engine"),
+        ("decode", "longest wait for the first byte of a decode engine (all of it without streaming)"),
+        ("idle", "longest wait between two pieces of an answer"),
+        ("drain", "longest wait for open requests after SIGTERM or Ctrl-C"),
+        ("health", "between two checks of an engine's health, and longest wait for its answer"),
+    ):
+        option = "--health-interval-seconds" if name == "health" else f"--{name}-timeout-seconds"
+        group.add_argument(
+            option,
+            dest=f"{name}_seconds",
+            type=_argument(_seconds),
+            default=getattr(defaults, f"{name}_seconds"),
+            metavar="SECONDS",
+            help=what,
+        )
+
+
+def _add_limits(parser: argparse.ArgumentParser, defaults: Limits) -> None:
+    group = parser.add_argument_group("limits")
+    for option, convert, unit, what in (
+        ("--max-body-bytes", _count, "BYTES", "largest request body"),
+        ("--max-prompts", _count, "COUNT", "most prompts in one completion request"),
+        ("--max-in-flight", _count, "COUNT", "most requests that are served at once"),
+        ("--max-queued", _number, "COUNT", "most requests that wait for their turn; one more is refused with 429"),
+    ):
+        name = option.removeprefix("--").replace("-", "_")
+        group.add_argument(option, type=_argument(convert), default=getattr(defaults, name), metavar=unit, help=what)
+    group.add_argument(
+        "--queue-timeout-seconds",
+        dest="queue_seconds",
+        type=_argument(_seconds),
+        default=defaults.queue_seconds,
+        metavar="SECONDS",
+        help="longest wait of a request for its turn; then it is refused with 503",
+    )
 
 
 def _argument(convert: Callable[[str], _T]) -> Callable[[str], _T]:
@@ -175,3 +251,10 @@ def _count(text: str) -> int:
     if count < 1:
         raise ValueError(f"{count} is too small: at least 1")
     return count
+
+
+def _number(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ValueError(f"{number} is negative: at least 0")
+    return number

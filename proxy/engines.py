@@ -7,7 +7,7 @@ import asyncio
 import io
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import aiohttp
 import msgspec
@@ -18,7 +18,10 @@ from proxy import relay
 from proxy.config import Timeouts
 from proxy.errors import Answer, EngineAnswerError, EngineFailedError, FailureKind
 from proxy.headers import response_headers
+from proxy.health import Check
 from proxy.registry import Load
+from proxy.routing import NO_HINTS, Hints
+from proxy.story import Story
 
 KEEP_ALIVE_SECONDS = 4.0
 """How long an idle connection is kept. vLLM closes its own after 5 s; a request sent into that close is lost."""
@@ -35,12 +38,15 @@ _PASSED_ON_SERVER_ERRORS = frozenset({501})
 ForwardedBody = bytes | aiohttp.StreamReader | None
 
 
-class EngineRequest(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
     """What both legs of a request share. The headers ask for uncompressed answers, because the proxy reads them."""
 
     path: str
     headers: CIMultiDict[str]
     body: relay.Body
+    hints: Hints = NO_HINTS
+    story: Story = field(default_factory=Story)
 
 
 class Reply:
@@ -100,30 +106,33 @@ class EngineClient:
         self._session = session
         self._timeouts = timeouts
 
-    async def prefill(self, url: str, request: EngineRequest) -> msgspec.Raw | None:
-        """Prefill the prompt; the params of the hand-off, or None if the engine offers none.
+    async def prefill(self, url: str, headers: CIMultiDict[str], request: EngineRequest) -> relay.Prefilled:
+        """Prefill the prompt.
 
         Raises ``EngineFailedError``, or ``EngineAnswerError`` if the engine refuses the request.
         """
         body = relay.prefill_body(request.body)
         with _failures():
             async with asyncio.timeout(self._timeouts.prefill_seconds):
-                response = await self._post(url, request.path, request.headers, body)
+                response = await self._post(url, request.path, headers, body)
                 async with response:
                     reply = await response.read()
         _raise_unless_ok(response, reply)
         try:
-            return relay.handoff_params(reply)
+            return relay.read_prefill_reply(reply)
         except ValueError as error:
             raise EngineFailedError(FailureKind.BROKEN, f"The prefill engine sent no JSON object: {error}") from error
 
-    async def decode(self, url: str, request: EngineRequest, params: msgspec.Raw | None, load: Load) -> Reply:
-        """Have a request answered, up to the first bytes of the answer. The reply owns ``load`` from here on.
+    async def decode(
+        self, headers: CIMultiDict[str], request: EngineRequest, params: msgspec.Raw | None, load: Load
+    ) -> Reply:
+        """Have a request answered by the load's engine, up to the first bytes of the answer.
 
-        Raises ``EngineFailedError``, or ``EngineAnswerError`` if the engine refuses the request.
+        The reply owns ``load`` from here on. Raises ``EngineFailedError``, or ``EngineAnswerError`` if the engine
+        refuses the request.
         """
         body = relay.decode_body(request.body, params)
-        return await self._open(self._post(url, request.path, request.headers, body), load)
+        return await self._open(self._post(load.url, request.path, headers, body), load)
 
     async def forward(self, method: str, url: URL, headers: CIMultiDict[str], body: ForwardedBody, load: Load) -> Reply:
         """Send any other request to an engine. The reply may have any status; apart from that as ``decode``."""
@@ -144,14 +153,14 @@ class EngineClient:
             return False
         return response.status == 404 or response.ok
 
-    async def is_healthy(self, url: str, timeout_seconds: float) -> bool:
-        """Whether an engine says that it is well."""
+    async def check(self, url: str, timeout_seconds: float) -> Check:
+        """Ask an engine for its health. Any answer below 500 shows that it serves requests."""
         try:
             with _failures():
                 async with asyncio.timeout(timeout_seconds), self._session.get(URL(url + "/health")) as response:
-                    return response.ok
-        except EngineFailedError:
-            return False
+                    return Check.WELL if response.status < 500 else Check.UNWELL
+        except EngineFailedError as failure:
+            return Check.SILENT if failure.kind is FailureKind.TIMED_OUT else Check.UNWELL
 
     async def _post(self, url: str, path: str, headers: CIMultiDict[str], body: bytes) -> aiohttp.ClientResponse:
         return await self._session.post(URL(url + path), headers=headers, data=_payload(body), allow_redirects=False)

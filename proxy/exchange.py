@@ -1,80 +1,32 @@
-"""The life of one request across its two legs: prefill, decode, another attempt, and release."""
+"""The life of one request across its two legs: prefill, decode, another attempt, and release.
+
+Room for the next feature: what decides whether a prompt is prefilled remotely is ``_needs_prefill``; what is told about
+a leg is ``_leg``; when another attempt is allowed is ``routing.Attempts``.
+"""
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
 
 import msgspec
 from multidict import CIMultiDict
 from yarl import URL
 
 from proxy import relay
+from proxy.config import RoutingConfig
 from proxy.engines import EngineClient, EngineRequest, ForwardedBody, Reply
 from proxy.errors import EngineFailedError, FailureKind, ProxyError
+from proxy.headers import for_rank
 from proxy.metrics import Metrics
-from proxy.registry import Registry
-from proxy.routing import Attempts, Role
+from proxy.registry import Engine, Load, Registry
+from proxy.releases import Releases
+from proxy.routing import NO_HINTS, Attempts, Hints, Role
+from proxy.story import Mode, Story
 
 logger = logging.getLogger("proxy.exchange")
-
-RELEASE_TIMEOUT_SECONDS = 5.0
-"""For one attempt to release. Prefill's own lease ends about as soon, so trying longer gains nothing."""
-
-LINGER_SECONDS = 0.1
-"""How long a prefill goes on for a client that has left: long enough for a reply that is already on its way. Hanging up
-on it would not end prefill's lease, since to prefill the request is done; its params are needed for that."""
-
-
-class Releases:
-    """Frees the KV that prefill keeps for decodes that will never come.
-
-    Only a decode engine can tell prefill that it is done with a hand-off (routers cannot: the side channel is between
-    engines), so a decode engine is asked to refuse a request that carries the params; see ``relay.release_body``.
-    A release never fails a request: if it cannot be made, prefill's lease runs out by itself. Releasing twice, or
-    releasing what a decode is just aborting, is harmless: the lease ends once.
-    """
-
-    def __init__(self, client: EngineClient, registry: Registry, metrics: Metrics) -> None:
-        self._client = client
-        self._registry = registry
-        self._metrics = metrics
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def start(self, headers: CIMultiDict[str], params: msgspec.Raw) -> None:
-        """Begin to release ``params`` in the background, on behalf of the client with these headers."""
-        self._start(self._release(headers, params))
-
-    def start_after(self, headers: CIMultiDict[str], prefill: asyncio.Task[msgspec.Raw | None]) -> None:
-        """End a prefill that nobody waits for any more, and release what it may have been about to hand off."""
-        self._start(self._end_prefill(headers, prefill))
-
-    async def finish(self) -> None:
-        """Wait for all releases under way; bounded by their time-outs."""
-        while self._tasks:
-            await asyncio.wait(self._tasks)
-
-    def _start(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _end_prefill(self, headers: CIMultiDict[str], prefill: asyncio.Task[msgspec.Raw | None]) -> None:
-        await asyncio.wait((prefill,), timeout=LINGER_SECONDS)
-        prefill.cancel()
-        (outcome,) = await asyncio.gather(prefill, return_exceptions=True)
-        if isinstance(outcome, msgspec.Raw):
-            await self._release(headers, outcome)
-
-    async def _release(self, headers: CIMultiDict[str], params: msgspec.Raw) -> None:
-        tried: set[str] = set()
-        while (url := self._registry.pick(Role.DECODE, tried)) is not None:
-            tried.add(url)
-            if await self._client.release(url, headers, params, RELEASE_TIMEOUT_SECONDS):
-                self._metrics.releases.labels("released").inc()
-                return
-        self._metrics.releases.labels("left_to_expire").inc()
-        logger.warning("no decode engine could release a hand-off; prefill holds its KV until the lease ends")
 
 
 @dataclass(slots=True)
@@ -90,11 +42,14 @@ class _Handoff:
 class Exchange:
     """Runs requests on pairs of engines."""
 
-    def __init__(self, client: EngineClient, registry: Registry, metrics: Metrics, releases: Releases) -> None:
+    def __init__(
+        self, client: EngineClient, registry: Registry, metrics: Metrics, releases: Releases, config: RoutingConfig
+    ) -> None:
         self._client = client
         self._registry = registry
         self._metrics = metrics
         self._releases = releases
+        self._config = config
 
     async def open(self, request: EngineRequest) -> Reply:
         """Prefill and begin to decode; the reply, whose first bytes have arrived and which the caller closes.
@@ -103,36 +58,45 @@ class Exchange:
         any failure in which it may have seen them, the prompt is prefilled again. However this ends, either a decode
         engine has accepted the params or their release is under way. Raises ``ProxyError``.
         """
-        handoff = _Handoff(missing=not relay.needs_one_engine(request.body))
+        handoff = _Handoff(missing=self._needs_prefill(request))
         try:
             return await self._open(request, handoff)
         except BaseException:
             self._drop(request, handoff)
             raise
 
+    def _needs_prefill(self, request: EngineRequest) -> bool:
+        if relay.needs_one_engine(request.body):
+            request.story.mode = Mode.WHOLE
+        elif relay.estimated_prompt_tokens(request.body) < self._config.min_remote_tokens:
+            request.story.mode = Mode.SHORT
+        else:
+            request.story.mode = Mode.REMOTE
+        return request.story.mode is Mode.REMOTE
+
     async def _open(self, request: EngineRequest, handoff: _Handoff) -> Reply:
         attempts = Attempts()
         tokens = relay.estimated_prompt_tokens(request.body) + relay.estimated_output_tokens(request.body)
         while True:
             # Decode is chosen and counted before prefill runs, so that a burst of requests does not pile up on one.
-            url = self._pick(Role.DECODE, attempts)
-            load = self._registry.begin(Role.DECODE, url, tokens)
+            engine = self._pick(Role.DECODE, attempts, request.hints)
+            load = Load(engine, tokens)
             try:
                 if handoff.missing:
                     handoff.params = await self._prefill_or_leave(request)
                     handoff.missing = False
-                with self._metrics.leg(Role.DECODE):
-                    reply = await self._client.decode(url, request, handoff.params, load)
+                with self._leg(Role.DECODE, request, load) as headers:
+                    reply = await self._client.decode(headers, request, handoff.params, load)
             except EngineFailedError as failure:
                 load.end()
-                self._note_failure(Role.DECODE, url, attempts, failure)
+                self._note_failure(engine, attempts, failure)
                 if failure.kind is not FailureKind.UNREACHABLE:
                     self._drop(request, handoff)
             except BaseException:
                 load.end()
                 raise
             else:
-                self._registry.answered(Role.DECODE, url)
+                engine.health.answered()
                 return reply
 
     async def forward(self, method: str, target: str, headers: CIMultiDict[str], body: ForwardedBody) -> Reply:
@@ -143,13 +107,14 @@ class Exchange:
         attempts = Attempts()
         tokens = len(body) // 4 if isinstance(body, bytes) else 0
         while True:
-            url = self._pick(Role.DECODE, attempts)
-            load = self._registry.begin(Role.DECODE, url, tokens)
+            engine = self._pick(Role.DECODE, attempts, NO_HINTS)
+            load = Load(engine, tokens)
+            url = URL(engine.url + target, encoded=True)
             try:
-                return await self._client.forward(method, URL(url + target, encoded=True), headers, body, load)
+                return await self._client.forward(method, url, for_rank(headers, load.rank), body, load)
             except EngineFailedError as failure:
                 load.end()
-                self._note_failure(Role.DECODE, url, attempts, failure)
+                self._note_failure(engine, attempts, failure)
                 if failure.kind is not FailureKind.UNREACHABLE:
                     raise failure.as_proxy_error() from failure
             except BaseException:
@@ -175,35 +140,57 @@ class Exchange:
     async def _prefill(self, request: EngineRequest) -> msgspec.Raw | None:
         attempts = Attempts()
         while True:
-            url = self._pick(Role.PREFILL, attempts)
             try:
-                with (
-                    self._registry.load(Role.PREFILL, url, relay.estimated_prompt_tokens(request.body)),
-                    self._metrics.leg(Role.PREFILL),
-                ):
-                    params = await self._client.prefill(url, request)
+                engine = self._pick(Role.PREFILL, attempts, request.hints)
+            except ProxyError as error:
+                if not self._config.decode_only_fallback:
+                    raise
+                self._fall_back(request.story, error)
+                return None
+            load = Load(engine, relay.estimated_prompt_tokens(request.body))
+            try:
+                with self._leg(Role.PREFILL, request, load) as headers:
+                    prefilled = await self._client.prefill(engine.url, headers, request)
             except EngineFailedError as failure:
-                self._note_failure(Role.PREFILL, url, attempts, failure)
+                self._note_failure(engine, attempts, failure)
                 continue
-            self._registry.answered(Role.PREFILL, url)
-            if params is None:
+            finally:
+                load.end()
+            engine.health.answered()
+            request.story.prefilled(prefilled.request_id, prefilled.prompt_tokens)
+            if prefilled.params is None:
                 self._metrics.missing_handoffs.inc()
-                logger.debug("prefill engine %s offered no hand-off", url)
-            return params
+                request.story.mode = Mode.NOT_OFFERED
+                logger.debug("prefill engine %s offered no hand-off", engine.url)
+            return prefilled.params
 
-    def _pick(self, role: Role, attempts: Attempts) -> str:
+    @contextmanager
+    def _leg(self, role: Role, request: EngineRequest, load: Load) -> Iterator[CIMultiDict[str]]:
+        """One attempt on an engine, told to whoever wants to know; the headers to send there."""
+        request.story.attempt(role, load.url, load.rank)
+        begin = perf_counter()
+        yield for_rank(request.headers, load.rank)
+        seconds = perf_counter() - begin
+        request.story.succeeded(role, seconds)
+        self._metrics.leg_seconds(role, seconds)
+
+    def _fall_back(self, story: Story, error: ProxyError) -> None:
+        story.mode = Mode.FALLBACK
+        self._metrics.fallbacks.inc()
+        logger.warning("decode computes a prompt by itself, because of --fallback decode-only: %s", error)
+
+    def _pick(self, role: Role, attempts: Attempts, hints: Hints) -> Engine:
         """The engine of the next attempt. Raises the ``ProxyError`` of the last failure when there is none."""
-        url = None if attempts.over else self._registry.pick(role, attempts.excluded)
-        if url is not None:
-            return url
+        engine = None if attempts.over else self._registry.pick(role, attempts.excluded, hints)
+        if engine is not None:
+            return engine
         if attempts.last is None:
-            raise ProxyError(503, f"There is no {role} engine")
+            raise ProxyError(503, f"There is no {role} engine at the moment")
         raise attempts.last.as_proxy_error() from attempts.last
 
-    def _note_failure(self, role: Role, url: str, attempts: Attempts, failure: EngineFailedError) -> None:
-        attempts.failed(url, failure)
-        self._metrics.engine_failed(role, failure.kind)
-        if failure.kind is not FailureKind.BROKEN:
-            # A broken answer may be the request's own doing; it says little about the engine.
-            self._registry.failed(role, url)
-        logger.warning("%s engine %s: %s (%s)", role, url, failure, failure.__cause__ or failure.kind.value)
+    def _note_failure(self, engine: Engine, attempts: Attempts, failure: EngineFailedError) -> None:
+        attempts.failed(engine.url, failure)
+        self._metrics.engine_failed(engine.role, failure.kind)
+        self._registry.failed(engine, failure.kind)
+        reason = failure.__cause__ or failure.kind.value
+        logger.warning("%s engine %s: %s (%s)", engine.role, engine.url, failure, reason)

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from multidict import CIMultiDict
 
 REQUEST_ID = "X-Request-Id"
+DATA_PARALLEL_RANK = "X-data-parallel-rank"
+SESSION_ID = "X-Session-ID"
 
 # RFC 9110, section 7.6.1: these belong to one connection. Whatever `Connection` names is added per message.
 _HOP_BY_HOP = frozenset(
@@ -36,6 +38,15 @@ def request_headers(client: Mapping[str, str], request_id: str) -> CIMultiDict[s
     return headers
 
 
+def for_rank(headers: CIMultiDict[str], rank: int | None) -> CIMultiDict[str]:
+    """The headers for one data-parallel rank of an engine; the same ones, a client's own choice included, for None."""
+    if rank is None:
+        return headers
+    ranked = headers.copy()
+    ranked[DATA_PARALLEL_RANK] = str(rank)
+    return ranked
+
+
 def without_compression(headers: CIMultiDict[str]) -> CIMultiDict[str]:
     """The same headers for a leg whose answer the proxy itself reads: it must come uncompressed."""
     plain = headers.copy()
@@ -48,7 +59,7 @@ def response_headers(engine: Mapping[str, str]) -> CIMultiDict[str]:
     return _end_to_end(engine, frozenset())
 
 
-def request_id_for(header: str | None, body_id: str | None) -> str:
+def request_id_for(header: str | None, body_id: str) -> str:
     """The id of a request on both legs: the client's header, else the id in its body, else a new one.
 
     vLLM prefers the header, and we always send one, so an id in the body has to move into the header. One that is

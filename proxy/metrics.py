@@ -1,14 +1,21 @@
-"""What the proxy counts and times, in Prometheus' terms, in a registry of its own."""
+"""What the proxy counts and times, in Prometheus' terms, in a registry of its own.
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from time import perf_counter
+Room for the next feature: a count is a ``Counter`` in ``Metrics``; what the engines' objects know is a family in
+``_Engines``.
+"""
+
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
+from proxy.admission import Admission
 from proxy.errors import FailureKind
+from proxy.health import Standing
 from proxy.registry import Registry
-from proxy.routing import EngineLoad, Role
+from proxy.routing import Role
 
 _LEG_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
@@ -41,7 +48,11 @@ class Metrics:
         self.requests = Counter(
             "pd_proxy_requests", "Client requests by how they ended", ("endpoint", "outcome"), registry=self._registry
         )
-        self.in_flight = Gauge("pd_proxy_in_flight_requests", "Client requests being served", registry=self._registry)
+        self.fallbacks = Counter(
+            "pd_proxy_decode_only_fallbacks",
+            "Prompts that decode computed because no prefill engine was left",
+            registry=self._registry,
+        )
         self.missing_handoffs = Counter(
             "pd_proxy_missing_handoffs",
             "Prefill replies without a hand-off: decode computed these prompts again",
@@ -64,46 +75,49 @@ class Metrics:
             registry=self._registry,
         )
 
-    @contextmanager
-    def leg(self, role: Role) -> Iterator[None]:
-        """Time one attempt that succeeds; failed ones are counted, by ``engine_failed``."""
-        begin = perf_counter()
-        yield
-        self._leg_seconds.labels(role).observe(perf_counter() - begin)
+    def leg_seconds(self, role: Role, seconds: float) -> None:
+        """Note the time of one attempt that succeeded; failed ones are counted, by ``engine_failed``."""
+        self._leg_seconds.labels(role).observe(seconds)
 
     def engine_failed(self, role: Role, kind: FailureKind) -> None:
         """Count a failed attempt."""
         self._failures.labels(role, kind.value).inc()
 
-    def watch(self, registry: Registry) -> None:
-        """Show the load of every engine, read when somebody looks."""
-        loads = {
-            "requests": Gauge(
-                "pd_proxy_engine_requests", "Requests on an engine", ("role", "engine"), registry=self._registry
-            ),
-            "tokens": Gauge(
-                "pd_proxy_engine_tokens", "Estimated tokens on an engine", ("role", "engine"), registry=self._registry
-            ),
-            "suspect": Gauge(
-                "pd_proxy_engine_suspect",
-                "Whether an engine failed just now and is avoided",
-                ("role", "engine"),
-                registry=self._registry,
-            ),
-        }
-        for role in Role:
-            for number, engine in enumerate(registry.engines(role)):
-                for field, gauge in loads.items():
-                    gauge.labels(role, engine.url).set_function(_reader(registry, role, number, field))
+    def watch(self, registry: Registry, admission: Admission) -> None:
+        """Show what is going on, read when somebody looks."""
+        gauge = Gauge("pd_proxy_in_flight_requests", "Client requests being served", registry=self._registry)
+        gauge.set_function(lambda: admission.in_flight)
+        gauge = Gauge("pd_proxy_queued_requests", "Client requests that wait for their turn", registry=self._registry)
+        gauge.set_function(lambda: admission.queued)
+        self._registry.register(_Engines(registry))
 
     def render(self) -> bytes:
         """Everything in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
-def _reader(registry: Registry, role: Role, number: int, field: str) -> Callable[[], float]:
-    def read() -> float:
-        engine: EngineLoad = registry.engines(role)[number]
-        return float(getattr(engine, field))
+class _Engines(Collector):
+    """The engines, which come and go, as metrics."""
 
-    return read
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by prometheus_client for every scrape."""
+        labels = ("role", "engine")
+        requests = GaugeMetricFamily("pd_proxy_engine_requests", "Requests on an engine", labels=labels)
+        tokens = GaugeMetricFamily("pd_proxy_engine_tokens", "Estimated tokens on an engine", labels=labels)
+        standing = GaugeMetricFamily(
+            "pd_proxy_engine_standing", "1 for what an engine is at the moment", labels=(*labels, "standing")
+        )
+        ejections = CounterMetricFamily(
+            "pd_proxy_engine_ejections", "How often an engine was taken out of rotation", labels=labels
+        )
+        for engine, now in self._registry.standings():
+            names = (engine.role, engine.url)
+            requests.add_metric(names, engine.requests)
+            tokens.add_metric(names, engine.tokens)
+            ejections.add_metric(names, engine.ejections)
+            for possible in Standing:
+                standing.add_metric((*names, possible), float(possible is now))
+        yield from (requests, tokens, standing, ejections)

@@ -1,42 +1,71 @@
-"""The engines that the proxy knows, and what it has in flight on each of them."""
+"""The engines that the proxy knows, and what it has in flight on each of them.
 
+Engines come and go while requests run: a request keeps the ``Engine`` it was given, and what it reports about an engine
+that has been removed, or replaced by another one at the same address, reaches the old object and nobody else.
+
+Room for the next feature: what routing should know about an engine is a field of ``EngineLoad``, filled by ``load``;
+whoever decides about members calls ``add``, ``drain`` and ``remove``.
+"""
+
+import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
 
-from proxy.routing import EngineLoad, Policy, Role, pick
+from proxy.errors import FailureKind
+from proxy.health import Check, Health, Standing
+from proxy.routing import NO_HINTS, EngineLoad, Hints, Policy, Role, pick
 
-SUSPECT_SECONDS = 5.0
-"""How long an engine that failed is avoided. Short, because every request can fall back to another engine anyway."""
+logger = logging.getLogger("proxy.registry")
 
 
 class Engine:
-    """One engine in one role."""
+    """One engine in one role. ``num_ranks`` is its data-parallel size, if requests are to name a rank; else 0."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, role: Role, url: str, num_ranks: int = 0) -> None:
+        self.role = role
         self.url = url
+        self.health = Health()
+        self.draining = False
+        self.ejections = 0
         self.requests = 0
         self.tokens = 0
-        self.suspect_until = 0.0
+        self.rank_tokens = [0] * num_ranks
+
+    def standing(self, now: float) -> Standing:
+        """How far the engine is in rotation."""
+        return Standing.DRAINING if self.draining else self.health.standing(now)
+
+    def load(self, now: float) -> EngineLoad:
+        """What routing needs to know."""
+        tokens = self.tokens // max(1, len(self.rank_tokens))
+        return EngineLoad(self.url, self.requests, tokens, self.standing(now))
 
 
 class Load:
-    """A request's share of an engine's load, from the moment the engine is chosen until ``end``."""
+    """A request's share of an engine's load, from the moment the engine is chosen until ``end``.
+
+    It goes to the rank with the fewest tokens; ``rank`` is None for an engine whose ranks nobody named.
+    """
 
     def __init__(self, engine: Engine, tokens: int) -> None:
         self.url = engine.url
+        self.rank = min(range(len(engine.rank_tokens)), key=engine.rank_tokens.__getitem__, default=None)
         self._engine: Engine | None = engine
         self._tokens = tokens
-        engine.requests += 1
-        engine.tokens += tokens
+        self._count(engine, 1)
 
     def end(self) -> None:
         """Take the share off. Ending twice is harmless."""
         if self._engine is not None:
-            self._engine.requests -= 1
-            self._engine.tokens -= self._tokens
+            self._count(self._engine, -1)
             self._engine = None
+
+    def _count(self, engine: Engine, sign: int) -> None:
+        engine.requests += sign
+        engine.tokens += sign * self._tokens
+        if self.rank is not None:
+            engine.rank_tokens[self.rank] += sign * self._tokens
 
 
 class Registry:
@@ -44,52 +73,70 @@ class Registry:
     must not all see the same idle engine.
     """
 
-    def __init__(
-        self,
-        prefill_urls: Sequence[str],
-        decode_urls: Sequence[str],
-        policy: Policy,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._engines = {
-            Role.PREFILL: {url: Engine(url) for url in prefill_urls},
-            Role.DECODE: {url: Engine(url) for url in decode_urls},
-        }
-        self._policy = policy
+    def __init__(self, policies: dict[Role, Policy], clock: Callable[[], float] = time.monotonic) -> None:
+        self._engines: dict[Role, dict[str, Engine]] = {role: {} for role in Role}
+        self._policies = policies
         self._clock = clock
         self._turns = dict.fromkeys(Role, 0)
 
-    def engines(self, role: Role) -> list[EngineLoad]:
-        """The engines of a role, in the order in which they were given, with their loads."""
-        now = self._clock()
-        return [
-            EngineLoad(engine.url, engine.requests, engine.tokens, now < engine.suspect_until)
-            for engine in self._engines[role].values()
-        ]
+    def members(self, *roles: Role) -> list[Engine]:
+        """The engines of these roles, of all without one, in the order in which they came."""
+        return [engine for role in roles or Role for engine in self._engines[role].values()]
 
-    def pick(self, role: Role, excluded: AbstractSet[str]) -> str | None:
-        """Choose an engine, or None if all are excluded."""
+    def find(self, role: Role, url: str) -> Engine | None:
+        """A member, if there is one at this address."""
+        return self._engines[role].get(url)
+
+    def loads(self, role: Role) -> list[EngineLoad]:
+        """The loads of a role's engines, in the order in which these came."""
+        now = self._clock()
+        return [engine.load(now) for engine in self._engines[role].values()]
+
+    def standings(self) -> list[tuple[Engine, Standing]]:
+        """All engines with how far they are in rotation now."""
+        now = self._clock()
+        return [(engine, engine.standing(now)) for engine in self.members()]
+
+    def add(self, role: Role, urls: Iterable[str], num_ranks: int = 0) -> None:
+        """Take engines into rotation, also those that were draining; a member's load and health are kept."""
+        for url in urls:
+            known = self._engines[role].setdefault(url, Engine(role, url, num_ranks))
+            known.draining = False
+
+    def drain(self, role: Role, url: str) -> bool:
+        """Give an engine no new requests; whether there is such an engine. Its open ones go on."""
+        engine = self._engines[role].get(url)
+        if engine is not None:
+            engine.draining = True
+        return engine is not None
+
+    def remove(self, role: Role, url: str) -> bool:
+        """Forget an engine; whether there was one. Its open requests go on, since they have what they need."""
+        return self._engines[role].pop(url, None) is not None
+
+    def pick(self, role: Role, excluded: AbstractSet[str], hints: Hints = NO_HINTS) -> Engine | None:
+        """Choose an engine, or None if none may be used."""
         turn = self._turns[role]
         self._turns[role] = turn + 1
-        return pick(self.engines(role), excluded, self._policy, turn)
+        url = pick(self.loads(role), excluded, self._policies[role], hints._replace(turn=turn))
+        return None if url is None else self._engines[role][url]
 
-    def begin(self, role: Role, url: str, tokens: int) -> Load:
-        """Count a request of about ``tokens`` tokens on an engine; the caller ends it."""
-        return Load(self._engines[role][url], tokens)
+    def is_up(self, role: Role) -> bool:
+        """Whether at least one engine of a role is known to be up."""
+        return any(load.standing is Standing.UP for load in self.loads(role))
 
-    @contextmanager
-    def load(self, role: Role, url: str, tokens: int) -> Iterator[None]:
-        """Count a request on an engine for as long as the context lasts."""
-        load = self.begin(role, url, tokens)
-        try:
-            yield
-        finally:
-            load.end()
+    def failed(self, engine: Engine, kind: FailureKind) -> None:
+        """A request failed on an engine."""
+        if engine.health.failed(kind, self._clock()):
+            engine.ejections += 1
+            logger.warning("%s engine %s is avoided for a while: %s", engine.role, engine.url, kind.value)
 
-    def failed(self, role: Role, url: str) -> None:
-        """Avoid an engine for a while."""
-        self._engines[role][url].suspect_until = self._clock() + SUSPECT_SECONDS
-
-    def answered(self, role: Role, url: str) -> None:
-        """Trust an engine again."""
-        self._engines[role][url].suspect_until = 0.0
+    def checked(self, engine: Engine, found: Check) -> None:
+        """A check of an engine's health has ended."""
+        before = engine.standing(self._clock())
+        engine.health.checked(found)
+        after = engine.standing(self._clock())
+        if after is not before:
+            if after in {Standing.DOWN, Standing.SUSPECT}:
+                engine.ejections += 1
+            logger.warning("%s engine %s was %s and is %s", engine.role, engine.url, before, after)

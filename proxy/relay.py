@@ -139,22 +139,28 @@ def prefill_body(body: Body) -> bytes:
     return msgspec.json.encode(leg)
 
 
-def handoff_params(reply: bytes) -> msgspec.Raw | None:
-    """The params in prefill's reply, to be handed to decode untouched; None if prefill offers no hand-off.
+class Prefilled(NamedTuple):
+    """What prefill's reply says."""
 
-    Raises ``ValueError`` if the reply is no JSON object.
-    """
+    params: msgspec.Raw | None
+    """To be handed to decode untouched; None if prefill offers no hand-off."""
+    request_id: str
+    """Prefill's own id of the request, for logs; may be empty."""
+    prompt_tokens: int
+    """As prefill counted them; 0 if it does not say."""
+
+
+def read_prefill_reply(reply: bytes) -> Prefilled:
+    """Read what prefill answered. Raises ``ValueError`` if that is no JSON object."""
     try:
-        params = _decode_body(reply).get(TRANSFER_PARAMS)
+        top = _decode_body(reply)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-    if params is None:
-        return None
-    try:
-        # A null, an empty object or anything that is no object offers nothing.
-        return params if _decode_body(params) else None
-    except msgspec.DecodeError:
-        return None
+    usage = object_field(top, "usage")
+    tokens = int_field(usage, "prompt_tokens", int_field(usage, "input_tokens", 0))
+    # A null, an empty object or anything that is no object offers nothing.
+    params = top[TRANSFER_PARAMS] if object_field(top, TRANSFER_PARAMS) else None
+    return Prefilled(params, text_field(top, "id"), tokens)
 
 
 def decode_body(body: Body, params: msgspec.Raw | None) -> bytes:
@@ -173,12 +179,20 @@ def release_body(params: msgspec.Raw) -> bytes:
     )
 
 
-def request_id_in(body: Body) -> str | None:
-    """The request id that a client put into its body, if it did."""
+def object_field(body: Body, name: str) -> Body:
+    """An object of the body; empty if it is absent or no object."""
     try:
-        return msgspec.json.decode(body["request_id"], type=str)
+        return _decode_body(body[name])
+    except (KeyError, msgspec.DecodeError):
+        return {}
+
+
+def text_field(body: Body, name: str) -> str:
+    """A text of the body; empty if it is absent or no text."""
+    try:
+        return msgspec.json.decode(body[name], type=str)
     except (KeyError, msgspec.DecodeError, UnicodeDecodeError):
-        return None
+        return ""
 
 
 def int_field(body: Body, name: str, default: int) -> int:

@@ -1,11 +1,17 @@
-"""Which engine gets a request: pure functions over a snapshot of the loads, and the rules for another attempt."""
+"""Which engine gets a request: pure functions over a snapshot of the loads, and the rules for another attempt.
+
+Room for the next feature: a policy is a function and its name in ``POLICIES``; what it has to know of a request is a
+field of ``Hints``, filled by ``affinity``.
+"""
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from hashlib import blake2b
 from typing import NamedTuple
 
 from proxy.errors import EngineFailedError, FailureKind
+from proxy.health import Standing
 
 
 class Role(enum.StrEnum):
@@ -21,36 +27,83 @@ class EngineLoad(NamedTuple):
     url: str
     requests: int = 0
     tokens: int = 0
-    suspect: bool = False
-    """It failed a moment ago, so that it is only taken when every other one did as well."""
+    """In flight; for an engine with several ranks, per rank."""
+    standing: Standing = Standing.UP
 
 
-Policy = Callable[[Sequence[EngineLoad], int], EngineLoad]
-"""Chooses one of at least one loads. The number counts the choices made so far and breaks ties."""
+class Hints(NamedTuple):
+    """What a policy may look at beside the loads. Keys have at most 64 bytes; empty ones say nothing."""
+
+    prefix: bytes = b""
+    """Equal for prompts that begin alike."""
+    session: bytes = b""
+    """Equal for requests of one conversation."""
+    turn: int = 0
+    """How many choices were made so far; breaks ties."""
 
 
-def least_tokens(loads: Sequence[EngineLoad], turn: int) -> EngineLoad:
+NO_HINTS = Hints()
+
+Policy = Callable[[Sequence[EngineLoad], Hints], EngineLoad]
+"""Chooses one of at least one loads."""
+
+
+def least_tokens(loads: Sequence[EngineLoad], hints: Hints) -> EngineLoad:
     """The engine with the fewest tokens in flight, then the fewest requests; equals take turns."""
-    return min(_rotated(loads, turn), key=lambda load: (load.tokens, load.requests))
+    return min(_rotated(loads, hints.turn), key=lambda load: (load.tokens, load.requests))
 
 
-def round_robin(loads: Sequence[EngineLoad], turn: int) -> EngineLoad:
+def round_robin(loads: Sequence[EngineLoad], hints: Hints) -> EngineLoad:
     """Every engine in turn, whatever it is doing."""
-    return loads[turn % len(loads)]
+    return loads[hints.turn % len(loads)]
 
 
-POLICIES: Mapping[str, Policy] = {"least-tokens": least_tokens, "round-robin": round_robin}
+def prefix_affinity(loads: Sequence[EngineLoad], hints: Hints) -> EngineLoad:
+    """The same engine for prompts that begin alike, so that its prefix cache is used, unless it has too much to do."""
+    return _affine(loads, hints, hints.prefix)
 
 
-def pick(loads: Sequence[EngineLoad], excluded: AbstractSet[str], policy: Policy, turn: int) -> str | None:
-    """The address of the engine to use, or None if every engine is excluded.
+def session_affinity(loads: Sequence[EngineLoad], hints: Hints) -> EngineLoad:
+    """The same engine for all requests of a session, unless it has too much to do."""
+    return _affine(loads, hints, hints.session)
 
-    Engines that failed a moment ago are left out as long as there is another one: an engine that refuses connections
-    always has the least load, and would draw every request.
+
+POLICIES: Mapping[str, Policy] = {
+    "least-tokens": least_tokens,
+    "round-robin": round_robin,
+    "prefix-affinity": prefix_affinity,
+    "session-affinity": session_affinity,
+}
+
+AFFINITY_SLACK_TOKENS = 4096
+AFFINITY_OVERLOAD = 1.5
+"""An engine is passed over while its tokens exceed this many times the average, plus the slack: what a warm cache saves
+is not worth waiting behind everybody else."""
+
+
+def _affine(loads: Sequence[EngineLoad], hints: Hints, key: bytes) -> EngineLoad:
+    """Rendezvous hashing with a bound on the load: when engines come or go, only their own keys move."""
+    if not key:
+        return least_tokens(loads, hints)
+    bound = AFFINITY_SLACK_TOKENS + AFFINITY_OVERLOAD * sum(load.tokens for load in loads) / len(loads)
+    # The average is never above the bound, so at least one engine is within it.
+    within = [load for load in loads if load.tokens <= bound]
+    return max(within, key=lambda load: blake2b(load.url.encode(), key=key).digest())
+
+
+_TRUSTED = frozenset({Standing.UP, Standing.UNKNOWN})
+
+
+def pick(loads: Sequence[EngineLoad], excluded: AbstractSet[str], policy: Policy, hints: Hints) -> str | None:
+    """The address of the engine to use, or None if there is none that may be used.
+
+    Suspect engines are left out as long as there is another one: an engine that refuses connections always has the
+    least load, and would draw every request. Engines that are down or draining are never used.
     """
     allowed = [load for load in loads if load.url not in excluded]
-    trusted = [load for load in allowed if not load.suspect] or allowed
-    return policy(trusted, turn).url if trusted else None
+    trusted = [load for load in allowed if load.standing in _TRUSTED]
+    usable = trusted or [load for load in allowed if load.standing is Standing.SUSPECT]
+    return policy(usable, hints).url if usable else None
 
 
 def _rotated(loads: Sequence[EngineLoad], turn: int) -> Sequence[EngineLoad]:

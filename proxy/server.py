@@ -9,100 +9,59 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from proxy import headers, prompts, relay
+from proxy.admission import Admission
+from proxy.affinity import hints_of
 from proxy.config import ProxyConfig
-from proxy.engines import EngineClient, EngineRequest, ForwardedBody, Reply
+from proxy.engines import EngineRequest, ForwardedBody, Reply
 from proxy.errors import ProxyError
 from proxy.exchange import Exchange
 from proxy.metrics import CLIENT_GONE, Metrics, outcome_of
-from proxy.registry import Registry
+from proxy.operations import Operations, is_own
 from proxy.respond import OUTCOME_KEY, REQUEST_ID_KEY, complete, relay_merged, relay_reply
-from proxy.routing import Role
 
 logger = logging.getLogger("proxy.server")
 
 COMPLETIONS_PATH = "/v1/completions"
 CHAT_PATH = "/v1/chat/completions"
-_OWN_PATHS = frozenset({"/health", "/ready", "/metrics"})
-_READING_METHODS = frozenset({"GET", "HEAD"})
 _ENDPOINTS = {COMPLETIONS_PATH: "completions", CHAT_PATH: "chat"}
-
-READY_TIMEOUT_SECONDS = 2.0
 
 # Bodies of these types are never read as JSON by an engine, so they pass through without being looked at.
 _OPAQUE_TYPES = ("multipart/", "application/octet-stream", "application/x-www-form-urlencoded", "audio/", "image/")
-
-
-class Activity:
-    """The client requests being served, and whether new ones are still taken."""
-
-    def __init__(self) -> None:
-        self.draining = False
-        self._requests = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @property
-    def requests(self) -> int:
-        """How many requests are being served."""
-        return self._requests
-
-    def begin(self) -> None:
-        """A request has come."""
-        self._requests += 1
-        self._idle.clear()
-
-    def end(self) -> None:
-        """A request is done."""
-        self._requests -= 1
-        if not self._requests:
-            self._idle.set()
-
-    async def wait_idle(self) -> None:
-        """Return once no request is being served."""
-        await self._idle.wait()
 
 
 class Server:
     """The request handlers."""
 
     def __init__(
-        self, config: ProxyConfig, client: EngineClient, registry: Registry, exchange: Exchange, metrics: Metrics
+        self, config: ProxyConfig, exchange: Exchange, admission: Admission, metrics: Metrics, operations: Operations
     ) -> None:
-        self.activity = Activity()
         self._config = config
-        self._client = client
-        self._registry = registry
+        self._operations = operations
         self._exchange = exchange
+        self._admission = admission
         self._metrics = metrics
 
     def application(self) -> web.Application:
         """The aiohttp application."""
-        app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[self._guard()])
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/ready", self._ready)
-        app.router.add_get("/metrics", self._show_metrics)
+        app = web.Application(client_max_size=self._config.limits.max_body_bytes, middlewares=[self._guard()])
         app.router.add_post(COMPLETIONS_PATH, self._generate)
         app.router.add_post(CHAT_PATH, self._generate)
+        self._operations.add_routes(app.router)
         app.router.add_route("*", "/{path:.*}", self._forward)
         return app
 
     def _guard(self) -> Middleware:
         @web.middleware
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-            request[REQUEST_ID_KEY] = headers.request_id_for(request.headers.get(headers.REQUEST_ID), None)
-            if request.path in _OWN_PATHS and request.method in _READING_METHODS:
+            request[REQUEST_ID_KEY] = headers.request_id_for(request.headers.get(headers.REQUEST_ID), "")
+            if is_own(request):
                 return await handler(request)
-            self.activity.begin()
-            self._metrics.in_flight.inc()
             outcome = CLIENT_GONE
             try:
-                response = await self._answered(request, self._refuse if self.activity.draining else handler)
+                response = await self._answered(request, handler)
                 outcome = request.get(OUTCOME_KEY) or outcome_of(response.status)
             finally:
-                endpoint = _ENDPOINTS.get(request.path, "other")
-                self._metrics.requests.labels(endpoint, outcome).inc()
-                self._metrics.in_flight.dec()
-                self.activity.end()
+                self._metrics.requests.labels(_ENDPOINTS.get(request.path, "other"), outcome).inc()
             return response
 
         return guard
@@ -110,7 +69,8 @@ class Server:
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """The handler's response, or the response to the failure in it."""
         try:
-            return await handler(request)
+            async with self._admission.admitted():
+                return await handler(request)
         except ProxyError as error:
             return self._failed(request, error)
         except web.HTTPException as error:
@@ -125,21 +85,25 @@ class Server:
 
     def _failed(self, request: web.Request, error: ProxyError) -> web.Response:
         response = complete(request, error.answer())
-        if self.activity.draining:
+        if self._admission.draining:
             response.force_close()
         return response
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         """Completions and chat: prefill on one engine, decode on another, once for every prompt."""
         body = relay.strip_transfer_params(relay.parse_body(await self._read_body(request)))
-        request_id = headers.request_id_for(request.headers.get(headers.REQUEST_ID), relay.request_id_in(body))
+        request_id = headers.request_id_for(
+            request.headers.get(headers.REQUEST_ID), relay.text_field(body, "request_id")
+        )
         request[REQUEST_ID_KEY] = request_id
         bodies = [body]
         # What one engine answers without a hand-off, it answers for all prompts at once.
         if request.path == COMPLETIONS_PATH and not relay.needs_one_engine(body):
-            bodies = prompts.split_prompts(body, self._config.max_prompts)
+            bodies = prompts.split_prompts(body, self._config.limits.max_prompts)
         engine_headers = headers.without_compression(headers.request_headers(request.headers, request_id))
-        requests = [EngineRequest(request.path, engine_headers, body) for body in bodies]
+        requests = [
+            EngineRequest(request.path, engine_headers, body, hints_of(request.headers, body)) for body in bodies
+        ]
         if len(requests) == 1:
             return await relay_reply(request, await self._exchange.open(requests[0]))
         replies = await self._open_all(requests)
@@ -191,35 +155,9 @@ class Server:
             async with asyncio.timeout(self._config.timeouts.idle_seconds):
                 return await request.read()
         except web.HTTPRequestEntityTooLarge as error:
-            limit = self._config.max_body_bytes
+            limit = self._config.limits.max_body_bytes
             raise ProxyError(413, f"The request body is larger than {limit} bytes") from error
         except web.RequestPayloadError as error:
             raise ProxyError(400, f"The request body cannot be read: {error}") from error
         except TimeoutError as error:
             raise ProxyError(408, "The request body did not arrive in time") from error
-
-    async def _refuse(self, _request: web.Request) -> web.StreamResponse:
-        raise ProxyError(503, "The proxy is shutting down")
-
-    async def _health(self, _request: web.Request) -> web.Response:
-        """Whether this process is alive; says nothing about engines."""
-        return _json(200, {"status": "ok"})
-
-    async def _ready(self, _request: web.Request) -> web.Response:
-        """Whether requests can be served: not draining, and a healthy engine in each role."""
-        loads = [(role, engine.url) for role in Role for engine in self._registry.engines(role)]
-        healthy = await asyncio.gather(*(self._client.is_healthy(url, READY_TIMEOUT_SECONDS) for _, url in loads))
-        counts = {
-            str(role): sum(up for (its_role, _), up in zip(loads, healthy, strict=True) if its_role is role)
-            for role in Role
-        }
-        ready = all(counts.values()) and not self.activity.draining
-        status = {"ready": ready, "draining": self.activity.draining, "healthy_engines": counts}
-        return _json(200 if ready else 503, status)
-
-    async def _show_metrics(self, _request: web.Request) -> web.Response:
-        return web.Response(body=self._metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4"})
-
-
-def _json(status: int, value: object) -> web.Response:
-    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")

@@ -9,13 +9,18 @@ from contextlib import asynccontextmanager, suppress
 import aiohttp
 from aiohttp import web
 
+from proxy.admission import Admission
+from proxy.background import in_background
+from proxy.checks import Checks
 from proxy.config import ProxyConfig, Timeouts
 from proxy.engines import KEEP_ALIVE_SECONDS, EngineClient
-from proxy.exchange import Exchange, Releases
+from proxy.exchange import Exchange
 from proxy.metrics import Metrics
+from proxy.operations import Operations
 from proxy.registry import Registry
-from proxy.routing import POLICIES
-from proxy.server import Activity, Server
+from proxy.releases import Releases
+from proxy.routing import POLICIES, Role
+from proxy.server import Server
 
 logger = logging.getLogger("proxy.service")
 
@@ -29,19 +34,19 @@ _CUT_OFF_SECONDS = 2.0
 class RunningProxy:
     """A proxy that accepts requests at ``address``."""
 
-    def __init__(self, site: web.TCPSite, address: str, activity: Activity) -> None:
+    def __init__(self, site: web.TCPSite, address: str, admission: Admission) -> None:
         self.address = address
+        self.admission = admission
         self._site = site
-        self._activity = activity
 
     async def drain(self, timeout_seconds: float) -> bool:
         """Take no new requests and wait for the open ones; whether all of them ended in time."""
-        self._activity.draining = True
+        self.admission.draining = True
         await self._site.stop()
-        logger.info("draining: %d requests are open", self._activity.requests)
+        logger.info("draining: %d requests are open", self.admission.in_flight)
         try:
             async with asyncio.timeout(timeout_seconds):
-                await self._activity.wait_idle()
+                await self.admission.wait_idle()
         except TimeoutError:
             return False
         return True
@@ -53,13 +58,18 @@ async def running(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
 
     Requests that are open when the context ends are cut off; ``RunningProxy.drain`` first.
     """
-    registry = Registry(config.prefill_urls, config.decode_urls, POLICIES[config.policy])
+    policies = {Role.PREFILL: config.routing.prefill_policy, Role.DECODE: config.routing.decode_policy}
+    registry = Registry({role: POLICIES[name] for role, name in policies.items()})
+    registry.add(Role.PREFILL, config.prefill_urls, config.routing.num_ranks)
+    registry.add(Role.DECODE, config.decode_urls, config.routing.num_ranks)
+    admission = Admission(config.limits)
     metrics = Metrics()
-    metrics.watch(registry)
+    metrics.watch(registry, admission)
     async with _session(config.timeouts) as session:
         client = EngineClient(session, config.timeouts)
         releases = Releases(client, registry, metrics)
-        server = Server(config, client, registry, Exchange(client, registry, metrics, releases), metrics)
+        exchange = Exchange(client, registry, metrics, releases, config.routing)
+        server = Server(config, exchange, admission, metrics, Operations(registry, admission, metrics))
         # Without handler_cancellation aiohttp lets a handler run on when its client has left.
         runner = web.AppRunner(
             server.application(), handler_cancellation=True, access_log=None, shutdown_timeout=_CANCEL_SECONDS
@@ -68,12 +78,14 @@ async def running(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
         try:
             site = web.TCPSite(runner, config.host, config.port)
             await site.start()
-            yield RunningProxy(site, _address(runner), server.activity)
+            checks = Checks(client, registry, config.timeouts.health_seconds)
+            async with in_background(checks.run()):
+                yield RunningProxy(site, _address(runner), admission)
         finally:
             await runner.cleanup()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_CUT_OFF_SECONDS):
-                    await server.activity.wait_idle()
+                    await admission.wait_idle()
             await releases.finish()
 
 

@@ -10,20 +10,28 @@ import functools
 import gzip
 import itertools
 import json
+import re
 from collections import deque
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 import aiohttp
 import uvloop
 from aiohttp import web
 
-from proxy.config import ProxyConfig, Timeouts
+from proxy.config import Limits, ProxyConfig, RoutingConfig, Timeouts
 from proxy.service import running
 
 TOKENS_PER_CHOICE = 3
 TEST_TIMEOUT_SECONDS = 20
-IMPATIENT = Timeouts(connect_seconds=1, prefill_seconds=0.2, decode_seconds=0.2, idle_seconds=0.2)
+UNCHECKED = 3600.0
+"""An interval of health checks in which no test sees one."""
+PATIENT = Timeouts(connect_seconds=2, prefill_seconds=5, decode_seconds=5, idle_seconds=5, health_seconds=UNCHECKED)
+IMPATIENT = replace(PATIENT, prefill_seconds=0.2, decode_seconds=0.2, idle_seconds=0.2)
+IDLE = replace(PATIENT, idle_seconds=0.2)
+
+
+LIMITS = {limit.name for limit in fields(Limits)}
 
 
 class Drop(enum.Enum):
@@ -106,8 +114,11 @@ class FakeEngine:
         self.bytes_sent = 0
         self.flood = False
         self.healthy = True
+        self.silent = False
         self.release_seconds = 0.0
+        self.answer_seconds = 0.0
         self._runner = None
+        self._port = 0
 
     async def start(self):
         app = web.Application(client_max_size=1 << 30)
@@ -117,14 +128,20 @@ class FakeEngine:
         app.router.add_route("*", "/{path:.*}", self._other)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.01)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port)
         await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self._port = self._runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{self._port}"
 
     async def stop(self):
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+
+    async def restart(self):
+        """At the same address."""
+        await self.stop()
+        await self.start()
 
     @property
     def generations(self):
@@ -136,6 +153,8 @@ class FakeEngine:
         return [seen for seen in self.seen if seen.body is not None and is_release(seen.body)]
 
     async def _health(self, _request):
+        if self.silent:
+            await asyncio.Event().wait()
         return web.Response(status=200 if self.healthy else 503)
 
     async def _other(self, request):
@@ -198,6 +217,7 @@ class FakeEngine:
                 "unknown": {"kept": [1.50, "\u00e9"]},
             }
         data = json.dumps(reply).encode()
+        await asyncio.sleep(self.answer_seconds)
         if fault is None:
             return web.Response(body=data, content_type="application/json")
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
@@ -209,6 +229,7 @@ class FakeEngine:
         await response.prepare(request)
         if fault is not Drop.AFTER_HEAD:
             await response.write(data[:-1])
+            self.bytes_sent += len(data)
         return await self._break(request, response, fault)
 
     async def _stream(self, request, body, fault):
@@ -317,6 +338,13 @@ class Cluster:
         body = {"model": "m", "prompt": "hello", "max_tokens": 5} if body is None else body
         return self.client.post(self.url + path, json=body, **kwargs)
 
+    def queued(self):
+        """How many requests wait for their turn."""
+        return self.proxy.admission.queued
+
+    def role_of(self, engine):
+        return "prefill" if engine in self.prefills else "decode"
+
     async def metric(self, line):
         """The value of one line of the metrics."""
         async with self.client.get(self.url + "/metrics") as response:
@@ -325,10 +353,21 @@ class Cluster:
                     return float(text.rsplit(" ", 1)[1])
         return 0.0
 
+    async def standing(self, engine):
+        """What the proxy thinks of an engine, as its metrics show it."""
+        async with self.client.get(self.url + "/metrics") as response:
+            text = await response.text()
+        line = re.compile(rf'pd_proxy_engine_standing{{engine="{engine.url}",role="\w+",standing="(\w+)"}} 1.0')
+        (standing,) = line.findall(text)
+        return standing
+
 
 @asynccontextmanager
-async def cluster(prefills=1, decodes=1, *, leaves_open=0, unreachable=(), **settings):
-    """A running proxy with fake engines. ``unreachable`` names engines, as 'p0' or 'd1', that do not listen."""
+async def cluster(prefills=1, decodes=1, *, leaves_open=0, unreachable=(), timeouts=PATIENT, **settings):
+    """A running proxy with fake engines. ``unreachable`` names engines, as 'p0' or 'd1', that do not listen.
+
+    ``settings`` are fields of ``Limits`` and ``RoutingConfig``.
+    """
     ledger = Ledger()
     engines = {f"p{i}": FakeEngine(ledger) for i in range(prefills)}
     engines |= {f"d{i}": FakeEngine(ledger) for i in range(decodes)}
@@ -342,7 +381,9 @@ async def cluster(prefills=1, decodes=1, *, leaves_open=0, unreachable=(), **set
         prefill_urls=tuple(engine.url for engine in prefill_engines),
         decode_urls=tuple(engine.url for engine in decode_engines),
         port=0,
-        **{"timeouts": Timeouts(connect_seconds=2, prefill_seconds=5, decode_seconds=5, idle_seconds=5), **settings},
+        timeouts=timeouts,
+        limits=Limits(**{name: value for name, value in settings.items() if name in LIMITS}),
+        routing=RoutingConfig(**{name: value for name, value in settings.items() if name not in LIMITS}),
     )
     try:
         async with running(config) as proxy, aiohttp.ClientSession() as client:

@@ -3,15 +3,14 @@
 import asyncio
 import json
 
-import aiohttp
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from proxy.config import ProxyConfig, Timeouts
-from proxy.engines import EngineClient
+from proxy.admission import Admission
+from proxy.config import ProxyConfig
 from proxy.metrics import Metrics
+from proxy.operations import Operations
 from proxy.registry import Registry
-from proxy.routing import least_tokens
 from proxy.server import Server
 from tests.proxy.fake_engines import IMPATIENT, asynchronous, cluster, error_of, events
 
@@ -95,13 +94,12 @@ class BuggyExchange:
 
 @asynchronous
 async def test_a_bug_of_ours_still_has_the_shape_of_an_error(caplog):
-    registry = Registry(["http://p:1"], ["http://d:1"], least_tokens)
-    async with aiohttp.ClientSession() as session:
-        engines = EngineClient(session, Timeouts())
-        config = ProxyConfig(("http://p:1",), ("http://d:1",))
-        server = Server(config, engines, registry, BuggyExchange(), Metrics())
-        async with TestClient(TestServer(server.application())) as client:
-            response = await client.post(PATH, json=STREAM)
-            assert response.status == 500
-            assert (await error_of(response))["type"] == "InternalServerError"
+    config = ProxyConfig(("http://p:1",), ("http://d:1",))
+    admission, metrics = Admission(config.limits), Metrics()
+    operations = Operations(Registry({}), admission, metrics)
+    server = Server(config, BuggyExchange(), admission, metrics, operations)
+    async with TestClient(TestServer(server.application())) as client:
+        response = await client.post(PATH, json=STREAM)
+        assert response.status == 500
+        assert (await error_of(response))["type"] == "InternalServerError"
     assert "a bug in the proxy" in caplog.text

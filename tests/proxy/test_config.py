@@ -2,7 +2,7 @@
 
 import pytest
 
-from proxy.config import ProxyConfig, Timeouts, engine_url, parse_arguments
+from proxy.config import Limits, ProxyConfig, RoutingConfig, Timeouts, engine_url, parse_arguments
 
 ENGINES = ["--prefill", "http://p:1", "--decode", "http://d:1"]
 
@@ -15,7 +15,9 @@ def test_everything_can_be_set():
     more = (
         "--prefill https://p:2/base/ --decode http://[::1]:3 --host 0.0.0.0 --port 0 --policy round-robin"
         " --connect-timeout-seconds 1 --prefill-timeout-seconds 2 --decode-timeout-seconds 3"
-        " --idle-timeout-seconds 4 --drain-timeout-seconds 0.5 --max-body-bytes 10 --max-prompts 11"
+        " --idle-timeout-seconds 4 --drain-timeout-seconds 0.5 --health-interval-seconds 0.6"
+        " --max-body-bytes 10 --max-prompts 11 --max-in-flight 12 --max-queued 0 --queue-timeout-seconds 13"
+        " --decode-policy session-affinity --min-remote-tokens 14 --fallback decode-only --data-parallel-ranks 15"
     )
     config = parse_arguments([*ENGINES, *more.split()])
     assert config == ProxyConfig(
@@ -23,10 +25,9 @@ def test_everything_can_be_set():
         decode_urls=("http://d:1", "http://[::1]:3"),
         host="0.0.0.0",
         port=0,
-        policy="round-robin",
-        timeouts=Timeouts(1, 2, 3, 4, 0.5),
-        max_body_bytes=10,
-        max_prompts=11,
+        timeouts=Timeouts(1, 2, 3, 4, 0.5, 0.6),
+        limits=Limits(10, 11, 12, 0, 13),
+        routing=RoutingConfig("round-robin", "session-affinity", 14, decode_only_fallback=True, num_ranks=15),
     )
 
 
@@ -68,6 +69,8 @@ def test_a_bad_address_is_explained(url, told):
         ([*ENGINES, "--prefill-timeout-seconds", "inf"], "positive number"),
         ([*ENGINES, "--max-prompts", "0"], "at least 1"),
         ([*ENGINES, "--policy", "magic"], "least-tokens"),
+        ([*ENGINES, "--max-queued", "-1"], "-1 is negative"),
+        ([*ENGINES, "--fallback", "maybe"], "decode-only"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_explained(arguments, told, capsys):

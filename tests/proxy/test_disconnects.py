@@ -1,6 +1,7 @@
 """Clients that leave: both legs end, and nothing stays behind on prefill."""
 
 import asyncio
+import enum
 import random
 from contextlib import asynccontextmanager
 
@@ -8,25 +9,20 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from proxy.admission import Admission
 from proxy.config import ProxyConfig, Timeouts
 from proxy.engines import EngineClient
-from proxy.exchange import Exchange, Releases
+from proxy.exchange import Exchange
 from proxy.metrics import Metrics
+from proxy.operations import Operations
 from proxy.registry import Registry
-from proxy.routing import least_tokens
+from proxy.releases import Releases
+from proxy.routing import Role, least_tokens
 from proxy.server import Server
 from tests.proxy.fake_engines import Drop, FakeEngine, Ledger, asynchronous, cluster, until
 
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 5}
 STREAM = BODY | {"stream": True}
-
-
-async def leave_after(c, body, condition):
-    """Send a request and hang up as soon as the condition holds."""
-    task = asyncio.create_task(read(c, body))
-    await until(condition)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 async def read(c, body):
@@ -40,7 +36,7 @@ async def test_a_client_that_leaves_during_prefill_aborts_prefill(body):
     async with cluster() as c:
         prefill = c.prefills[0]
         prefill.always = Drop.HANG_BEFORE_HEAD
-        await leave_after(c, body, lambda: prefill.generations)
+        await left_when(c, body, lambda: prefill.generations)
         await until(lambda: all(seen.aborted for seen in prefill.generations))
         assert c.decodes[0].seen == []
         assert await c.metric('pd_proxy_requests_total{endpoint="completions",outcome="client_gone"}') == 1
@@ -53,7 +49,7 @@ async def test_a_client_that_leaves_before_decode_answers_aborts_decode_and_rele
         decode = c.decodes[0]
         decode.always = Drop.HANG_BEFORE_HEAD
         count = len(body["prompt"]) if isinstance(body["prompt"], list) else 1
-        await leave_after(c, body, lambda: len(decode.generations) == count)
+        await left_when(c, body, lambda: len(decode.generations) == count)
         await until(lambda: all(seen.aborted for seen in decode.generations))
         await until(lambda: c.ledger.count("released") == count)
         assert await c.metric('pd_proxy_releases_total{result="released"}') == count
@@ -75,10 +71,67 @@ async def test_a_client_that_leaves_during_a_stream_aborts_decode(prompt):
         assert await c.metric(f'pd_proxy_engine_requests{{engine="{url}",role="decode"}}') == 0
 
 
+class Point(enum.Enum):
+    """Where a client can be when it leaves."""
+
+    QUEUED = enum.auto()
+    PREFILL_RUNS = enum.auto()
+    PREFILL_IS_ANSWERING = enum.auto()
+    DECODE_HAS_THE_REQUEST = enum.auto()
+    DECODE_IS_ANSWERING = enum.auto()
+
+
 @asynchronous
-async def test_clients_that_leave_at_any_time_strand_nothing():
-    random_source = random.Random(7)
-    async with cluster(2, 2) as c:
+@pytest.mark.parametrize("body", [BODY, STREAM], ids=["plain", "stream"])
+@pytest.mark.parametrize("point", Point)
+async def test_a_client_that_leaves_at_any_point_strands_nothing(point, body):
+    limits = {"max_in_flight": 1} if point is Point.QUEUED else {}
+    async with cluster(**limits) as c:
+        prefill, decode = c.prefills[0], c.decodes[0]
+        match point:
+            case Point.QUEUED:
+                decode.more.clear()
+                before_it = await c.post(body=STREAM)
+                task = await left_when(c, body, lambda: c.queued())
+                decode.more.set()
+                await before_it.read()
+                assert len(prefill.generations) == 1
+            case Point.PREFILL_RUNS:
+                prefill.always = Drop.HANG_BEFORE_HEAD
+                task = await left_when(c, body, lambda: prefill.generations)
+                await until(lambda: prefill.generations[0].aborted)
+                assert decode.seen == []
+            case Point.PREFILL_IS_ANSWERING:
+                prefill.answer_seconds = 0.02
+                task = await left_when(c, body, lambda: c.ledger.open_grants())
+                await until(lambda: c.ledger.count("released") == 1)
+                assert decode.generations == []
+            case Point.DECODE_HAS_THE_REQUEST:
+                decode.always = Drop.HANG_BEFORE_HEAD
+                task = await left_when(c, body, lambda: decode.generations)
+                await until(lambda: decode.generations[0].aborted)
+            case Point.DECODE_IS_ANSWERING:
+                decode.always = Drop.HANG_IN_BODY
+                task = await left_when(c, body, lambda: decode.bytes_sent)
+                await until(lambda: decode.generations[0].aborted)
+        assert task.cancelled()
+        await settled(c)
+        assert await c.metric('pd_proxy_requests_total{endpoint="completions",outcome="client_gone"}') == 1
+
+
+async def left_when(c, body, condition):
+    """Send a request and hang up as soon as the condition holds."""
+    task = asyncio.create_task(read(c, body))
+    await until(condition)
+    assert not task.done()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return task
+
+
+async def leave_at_random_times(count, seed):
+    random_source = random.Random(seed)
+    async with cluster(2, 2, max_in_flight=8) as c:
 
         async def one(number):
             body = random_source.choice([BODY, STREAM, STREAM | {"prompt": ["a", "b"]}])
@@ -87,11 +140,27 @@ async def test_clients_that_leave_at_any_time_strand_nothing():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-        for _ in range(10):
+        for _ in range(count // 10):
             await asyncio.gather(*(one(number) for number in range(10)))
         await settled(c)
         await until(lambda: not c.ledger.open_grants())
-        assert c.ledger.count("released") > 0
+        for engine in (*c.prefills, *c.decodes):
+            load = f'pd_proxy_engine_requests{{engine="{engine.url}",role="{c.role_of(engine)}"}}'
+            assert await c.metric(load) == 0
+        return c.ledger.count("released")
+
+
+@asynchronous
+async def test_clients_that_leave_at_random_times_strand_nothing():
+    await leave_at_random_times(40, seed=7)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("seed", range(5))
+@asynchronous
+async def test_two_hundred_clients_that_leave_at_random_times_strand_nothing(seed):
+    # The control: some of them left while a hand-off was open.
+    assert await leave_at_random_times(200, seed) > 0
 
 
 @asynchronous
@@ -119,17 +188,20 @@ async def server_that_does_not_cancel():
     prefill, decode = FakeEngine(ledger), FakeEngine(ledger)
     await prefill.start()
     await decode.start()
-    registry, metrics = Registry([prefill.url], [decode.url], least_tokens), Metrics()
+    registry, metrics = Registry(dict.fromkeys(Role, least_tokens)), Metrics()
+    registry.add(Role.PREFILL, [prefill.url])
+    registry.add(Role.DECODE, [decode.url])
+    config = ProxyConfig((prefill.url,), (decode.url,))
+    admission = Admission(config.limits)
     async with aiohttp.ClientSession() as session:
         client = EngineClient(session, Timeouts())
-        exchange = Exchange(client, registry, metrics, Releases(client, registry, metrics))
-        config = ProxyConfig((prefill.url,), (decode.url,))
-        server = Server(config, client, registry, exchange, metrics)
+        exchange = Exchange(client, registry, metrics, Releases(client, registry, metrics), config.routing)
+        server = Server(config, exchange, admission, metrics, Operations(registry, admission, metrics))
         runner = web.AppRunner(server.application(), access_log=None, shutdown_timeout=0.01)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}", decode, server.activity, metrics
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}", decode, admission, metrics
         finally:
             await runner.cleanup()
             await asyncio.gather(prefill.stop(), decode.stop())
@@ -138,7 +210,7 @@ async def server_that_does_not_cancel():
 @asynchronous
 @pytest.mark.parametrize("prompt", ["one", ["a", "b"]], ids=["one", "list"])
 async def test_a_write_that_fails_means_that_the_client_has_left(prompt, caplog):
-    async with server_that_does_not_cancel() as (url, decode, activity, metrics), aiohttp.ClientSession() as client:
+    async with server_that_does_not_cancel() as (url, decode, admission, metrics), aiohttp.ClientSession() as client:
         decode.more.clear()
         async with client.post(url + "/v1/completions", json=STREAM | {"prompt": prompt}) as response:
             await response.content.readuntil(b"\n\n")
@@ -146,7 +218,7 @@ async def test_a_write_that_fails_means_that_the_client_has_left(prompt, caplog)
         await asyncio.sleep(0.05)
         decode.flood = True
         decode.more.set()
-        await until(lambda: not activity.requests)
+        await until(lambda: not admission.in_flight)
         outcome = 'pd_proxy_requests_total{endpoint="completions",outcome="client_gone"} 1.0'
         assert outcome in metrics.render().decode()
         assert "a bug in the proxy" not in caplog.text

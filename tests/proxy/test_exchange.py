@@ -6,11 +6,13 @@ import msgspec
 import pytest
 from multidict import CIMultiDict
 
+from proxy.config import RoutingConfig
 from proxy.engines import EngineRequest
-from proxy.exchange import Exchange, Releases
+from proxy.exchange import Exchange
 from proxy.metrics import Metrics
 from proxy.registry import Registry
-from proxy.relay import parse_body
+from proxy.relay import Prefilled, parse_body
+from proxy.releases import Releases
 from proxy.routing import Role, least_tokens
 from tests.proxy.fake_engines import asynchronous
 
@@ -28,15 +30,15 @@ class StubClient:
         self.decoding = asyncio.Event()
         self.prefill_cancelled = False
 
-    async def prefill(self, _url, _request):
+    async def prefill(self, _url, _headers, _request):
         try:
             await asyncio.sleep(self.prefill_seconds)
         except asyncio.CancelledError:
             self.prefill_cancelled = True
             raise
-        return PARAMS
+        return Prefilled(PARAMS, "cmpl-1", 1)
 
-    async def decode(self, _url, _request, _params, _load):
+    async def decode(self, _headers, _request, _params, _load):
         # The connection to the engine never comes up: not a byte of the request is sent.
         self.decoding.set()
         await asyncio.Event().wait()
@@ -49,18 +51,20 @@ class StubClient:
 class Fixture:
     def __init__(self, **stub):
         self.client = StubClient(**stub)
-        self.registry = Registry(["p"], ["d0", "d1"], least_tokens)
+        self.registry = Registry(dict.fromkeys(Role, least_tokens))
+        self.registry.add(Role.PREFILL, ["p"])
+        self.registry.add(Role.DECODE, ["d0", "d1"])
         self.metrics = Metrics()
         self.releases = Releases(self.client, self.registry, self.metrics)
-        self.exchange = Exchange(self.client, self.registry, self.metrics, self.releases)
+        self.exchange = Exchange(self.client, self.registry, self.metrics, self.releases, RoutingConfig())
 
     async def cancelled(self, task):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert all(load.requests == 0 for load in self.registry.engines(Role.DECODE))
+        assert all(load.requests == 0 for load in self.registry.loads(Role.DECODE))
         await self.releases.finish()
-        assert all(load.requests == 0 for role in Role for load in self.registry.engines(role))
+        assert all(load.requests == 0 for role in Role for load in self.registry.loads(role))
 
 
 @asynchronous

@@ -3,7 +3,7 @@
 import pytest
 from multidict import CIMultiDict
 
-from proxy.headers import request_headers, request_id_for, response_headers, without_compression
+from proxy.headers import for_rank, request_headers, request_id_for, response_headers, without_compression
 
 
 def test_end_to_end_headers_pass_in_order_and_repeated():
@@ -62,4 +62,11 @@ def test_the_request_id(header, body_id, expected):
 
 
 def test_new_ids_differ():
-    assert request_id_for(None, None) != request_id_for(None, "two words\n")
+    assert request_id_for(None, "") != request_id_for(None, "two words\n")
+
+
+def test_a_rank_replaces_the_client_s_choice_on_one_leg_only():
+    headers = CIMultiDict({"x-data-parallel-rank": "7", "A": "1"})
+    assert for_rank(headers, None) is headers
+    assert list(for_rank(headers, 0).items()) == [("X-data-parallel-rank", "0"), ("A", "1")]
+    assert headers["X-data-parallel-rank"] == "7"

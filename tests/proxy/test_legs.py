@@ -332,20 +332,3 @@ async def test_a_long_prompt_counts_for_more_than_a_short_one():
             engine.more.set()
         for response in responses:
             await response.read()
-
-
-@asynchronous
-async def test_health_and_readiness():
-    async with cluster(2, 1) as c:
-        async with c.client.get(c.url + "/health") as response:
-            assert response.status == 200
-        c.prefills[0].healthy = False
-        async with c.client.get(c.url + "/ready") as response:
-            assert response.status == 200
-            assert (await response.json())["healthy_engines"] == {"prefill": 1, "decode": 1}
-        await c.decodes[0].stop()
-        async with c.client.get(c.url + "/ready") as response:
-            assert response.status == 503
-            assert (await response.json())["ready"] is False
-        async with c.client.get(c.url + "/health") as response:
-            assert response.status == 200

@@ -115,7 +115,7 @@ def test_nested_bytes_are_not_touched():
 def test_params_go_to_decode_as_prefill_wrote_them():
     params = b'{"grant":"x", "unknown": [1.50,  null]}'
     reply = b'{"id":"1","choices":[],"kv_transfer_params":' + params + b"}"
-    handed = relay.handoff_params(reply)
+    handed = relay.read_prefill_reply(reply).params
     assert bytes(handed) == params
     decode = relay.decode_body(body_of({"prompt": "p"}), handed)
     assert decode == b'{"prompt":"p","kv_transfer_params":' + params + b"}"
@@ -123,17 +123,17 @@ def test_params_go_to_decode_as_prefill_wrote_them():
 
 @pytest.mark.parametrize("offered", [b"null", b"{}", b"[]", b"7", b'"text"', b"true"])
 def test_a_reply_may_offer_no_handoff(offered):
-    assert relay.handoff_params(b'{"kv_transfer_params":' + offered + b"}") is None
+    assert relay.read_prefill_reply(b'{"kv_transfer_params":' + offered + b"}").params is None
 
 
 def test_a_reply_without_the_field_offers_no_handoff():
-    assert relay.handoff_params(b'{"id":"1"}') is None
+    assert relay.read_prefill_reply(b'{"id":"1"}') == (None, "1", 0)
 
 
 @pytest.mark.parametrize("reply", [b"", b"[]", b"nonsense", b'{"a":' * 100_000 + b"1" + b"}" * 100_000])
 def test_a_reply_that_is_no_object_is_an_error(reply):
     with pytest.raises(ValueError, match=r".+"):
-        relay.handoff_params(reply)
+        relay.read_prefill_reply(reply)
 
 
 @pytest.mark.parametrize(
@@ -234,10 +234,26 @@ def test_a_release_names_no_real_model_and_carries_the_params():
 
 
 @pytest.mark.parametrize(
-    ("sent", "found"), [({}, None), ({"request_id": "a"}, "a"), ({"request_id": None}, None), ({"request_id": 1}, None)]
+    ("usage", "tokens"),
+    [
+        ({"prompt_tokens": 7}, 7),
+        ({"input_tokens": 8}, 8),
+        ({}, 0),
+        (None, 0),
+        ("many", 0),
+        ({"prompt_tokens": None}, 0),
+    ],
 )
-def test_the_request_id_of_a_body(sent, found):
-    assert relay.request_id_in(body_of(sent)) == found
+def test_a_prefill_reply_tells_its_id_and_the_length_of_the_prompt(usage, tokens):
+    reply = json.dumps({"id": "cmpl-1", "usage": usage}).encode()
+    assert relay.read_prefill_reply(reply) == (None, "cmpl-1", tokens)
+
+
+@pytest.mark.parametrize(
+    ("sent", "found"), [({}, ""), ({"request_id": "a"}, "a"), ({"request_id": None}, ""), ({"request_id": 1}, "")]
+)
+def test_a_text_of_a_body(sent, found):
+    assert relay.text_field(body_of(sent), "request_id") == found
 
 
 @pytest.mark.parametrize(
@@ -250,7 +266,7 @@ def test_integers_are_read_as_vllm_reads_them(value, read):
 
 def test_invalid_text_in_a_field_is_not_our_problem():
     body = relay.parse_body(b'{"request_id":"\xff","n":"\xff"}')
-    assert relay.request_id_in(body) is None
+    assert relay.text_field(body, "request_id") == ""
     assert relay.int_field(body, "n", 1) == 1
 
 

@@ -5,8 +5,20 @@ import itertools
 import pytest
 
 from proxy.errors import EngineFailedError, FailureKind
-from proxy.registry import SUSPECT_SECONDS, Registry
-from proxy.routing import MAX_ATTEMPTS, POLICIES, Attempts, EngineLoad, Role, least_tokens, pick, round_robin
+from proxy.health import Standing
+from proxy.routing import (
+    AFFINITY_SLACK_TOKENS,
+    MAX_ATTEMPTS,
+    POLICIES,
+    Attempts,
+    EngineLoad,
+    Hints,
+    least_tokens,
+    pick,
+    prefix_affinity,
+    round_robin,
+    session_affinity,
+)
 
 
 def loads(*tokens):
@@ -16,21 +28,21 @@ def loads(*tokens):
 @pytest.mark.parametrize("tokens", list(itertools.product([0, 5, 9], repeat=3)))
 @pytest.mark.parametrize("turn", range(4))
 def test_the_fewest_tokens_win(tokens, turn):
-    assert least_tokens(loads(*tokens), turn).tokens == min(tokens)
+    assert least_tokens(loads(*tokens), Hints(turn=turn)).tokens == min(tokens)
 
 
 def test_equal_loads_take_turns():
-    assert [least_tokens(loads(3, 3, 9), turn).url for turn in range(6)] == ["a", "b", "a", "a", "b", "a"]
-    assert [least_tokens(loads(0, 0), turn).url for turn in range(4)] == ["a", "b", "a", "b"]
+    assert [least_tokens(loads(3, 3, 9), Hints(turn=turn)).url for turn in range(6)] == ["a", "b", "a", "a", "b", "a"]
+    assert [least_tokens(loads(0, 0), Hints(turn=turn)).url for turn in range(4)] == ["a", "b", "a", "b"]
 
 
 def test_equal_tokens_leave_it_to_the_requests():
     engines = [EngineLoad("a", requests=2, tokens=5), EngineLoad("b", requests=1, tokens=5)]
-    assert {least_tokens(engines, turn).url for turn in range(4)} == {"b"}
+    assert {least_tokens(engines, Hints(turn=turn)).url for turn in range(4)} == {"b"}
 
 
 def test_round_robin_ignores_loads():
-    assert [round_robin(loads(100, 0, 0), turn).url for turn in range(5)] == ["a", "b", "c", "a", "b"]
+    assert [round_robin(loads(100, 0, 0), Hints(turn=turn)).url for turn in range(5)] == ["a", "b", "c", "a", "b"]
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
@@ -39,19 +51,69 @@ def test_picking_is_pure_and_never_takes_an_excluded_engine(policy, turn):
     engines = loads(0, 1, 2)
     for size in range(4):
         for excluded in itertools.combinations("abc", size):
-            url = pick(engines, set(excluded), policy, turn)
+            url = pick(engines, set(excluded), policy, Hints(b"prefix", b"session", turn))
             assert (url is None) is (size == 3)
             assert url not in excluded
-            assert url == pick(engines, set(excluded), policy, turn)
+            assert url == pick(engines, set(excluded), policy, Hints(b"prefix", b"session", turn))
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 @pytest.mark.parametrize("turn", range(3))
 def test_a_suspect_engine_is_the_last_resort(policy, turn):
-    suspect = EngineLoad("bad", suspect=True)
-    assert pick([suspect, EngineLoad("good", tokens=10**6)], set(), policy, turn) == "good"
-    assert pick([suspect, EngineLoad("good")], {"good"}, policy, turn) == "bad"
-    assert pick([suspect], set(), policy, turn) == "bad"
+    hints = Hints(b"prefix", b"session", turn)
+    suspect = EngineLoad("bad", standing=Standing.SUSPECT)
+    assert pick([suspect, EngineLoad("good", tokens=10**6)], set(), policy, hints) == "good"
+    assert pick([suspect, EngineLoad("new", standing=Standing.UNKNOWN)], set(), policy, hints) == "new"
+    assert pick([suspect, EngineLoad("good")], {"good"}, policy, hints) == "bad"
+    assert pick([suspect], set(), policy, hints) == "bad"
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+@pytest.mark.parametrize("standing", [Standing.DOWN, Standing.DRAINING])
+def test_an_engine_out_of_rotation_is_never_used(policy, standing):
+    out = EngineLoad("out", standing=standing)
+    suspect = EngineLoad("bad", standing=Standing.SUSPECT)
+    assert pick([out], set(), policy, Hints()) is None
+    assert pick([out, suspect], set(), policy, Hints()) == "bad"
+    assert pick([out, EngineLoad("good", tokens=10**6)], set(), policy, Hints()) == "good"
+
+
+AFFINE = [
+    (prefix_affinity, lambda key: Hints(prefix=key, session=b"other")),
+    (session_affinity, lambda key: Hints(prefix=b"other", session=key)),
+]
+KEYS = [bytes([number]) * 16 for number in range(100)]
+
+
+@pytest.mark.parametrize(("policy", "hints"), AFFINE, ids=["prefix", "session"])
+def test_equal_keys_meet_at_one_engine_and_keys_are_spread(policy, hints):
+    chosen = {key: policy(loads(0, 0, 0, 0), hints(key)).url for key in KEYS}
+    assert chosen == {key: policy(loads(9, 0, 300, 2), hints(key)._replace(turn=3)).url for key in KEYS}
+    assert all(10 <= list(chosen.values()).count(url) <= 50 for url in "abcd")
+
+
+@pytest.mark.parametrize(("policy", "hints"), AFFINE, ids=["prefix", "session"])
+def test_when_an_engine_leaves_only_its_own_keys_move(policy, hints):
+    before = {key: policy(loads(0, 0, 0, 0), hints(key)).url for key in KEYS}
+    after = {key: policy(loads(0, 0, 0), hints(key)).url for key in KEYS}
+    assert "d" in before.values()
+    assert all(after[key] == before[key] for key in KEYS if before[key] != "d")
+
+
+@pytest.mark.parametrize(("policy", "hints"), AFFINE, ids=["prefix", "session"])
+def test_an_engine_with_far_more_to_do_than_the_others_is_passed_over(policy, hints):
+    mine = hints(KEYS[0])
+    favourite = policy(loads(0, 0), mine).url
+    crowd = 4 * AFFINITY_SLACK_TOKENS + 4
+    within = [EngineLoad(url, tokens=crowd if url == favourite else crowd // 2) for url in "ab"]
+    beyond = [EngineLoad(url, tokens=crowd * 4 if url == favourite else 0) for url in "ab"]
+    assert policy(within, mine).url == favourite
+    assert policy(beyond, mine).url != favourite
+
+
+@pytest.mark.parametrize(("policy", "hints"), AFFINE, ids=["prefix", "session"])
+def test_without_a_key_the_least_loaded_engine_is_taken(policy, hints):
+    assert policy(loads(5, 0, 5), hints(b"")).url == "b"
 
 
 def failure(kind):
@@ -91,55 +153,3 @@ def test_attempts_are_limited():
         assert not attempts.over
         attempts.failed(f"engine-{number}", failure(FailureKind.UNREACHABLE))
     assert attempts.over
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def registry(clock):
-    return Registry(["p0", "p1"], ["d0"], least_tokens, clock)
-
-
-def test_loads_count_from_the_choice_to_the_end(registry):
-    first = registry.begin(Role.PREFILL, "p0", 100)
-    with registry.load(Role.PREFILL, "p1", 10):
-        assert [(load.requests, load.tokens) for load in registry.engines(Role.PREFILL)] == [(1, 100), (1, 10)]
-        assert registry.pick(Role.PREFILL, set()) == "p1"
-    first.end()
-    first.end()
-    assert [(load.requests, load.tokens) for load in registry.engines(Role.PREFILL)] == [(0, 0), (0, 0)]
-
-
-def test_a_load_ends_when_its_request_fails(registry):
-    with pytest.raises(ZeroDivisionError), registry.load(Role.DECODE, "d0", 5):
-        _ = 1 / 0
-    assert registry.engines(Role.DECODE)[0].requests == 0
-
-
-def test_roles_take_turns_on_their_own(registry):
-    assert [registry.pick(Role.PREFILL, set()) for _ in range(3)] == ["p0", "p1", "p0"]
-    assert registry.pick(Role.DECODE, set()) == "d0"
-    assert registry.pick(Role.PREFILL, set()) == "p1"
-
-
-def test_a_failed_engine_is_avoided_for_a_while(registry, clock):
-    registry.failed(Role.PREFILL, "p0")
-    assert {registry.pick(Role.PREFILL, set()) for _ in range(4)} == {"p1"}
-    clock.now += SUSPECT_SECONDS
-    assert {registry.pick(Role.PREFILL, set()) for _ in range(4)} == {"p0", "p1"}
-
-
-def test_an_answer_restores_trust_at_once(registry):
-    registry.failed(Role.PREFILL, "p0")
-    registry.answered(Role.PREFILL, "p0")
-    assert {registry.pick(Role.PREFILL, set()) for _ in range(4)} == {"p0", "p1"}

@@ -1,0 +1,86 @@
+"""How many requests are served at once, how many may wait for that, and for how long.
+
+The open requests are counted here as well, so that a proxy that is told to stop knows when the last one is done.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from proxy.config import Limits
+from proxy.errors import ProxyError
+
+
+class Admission:
+    """Lets requests in. First come, first served."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.draining = False
+        self._limits = limits
+        self._in_flight = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def in_flight(self) -> int:
+        """How many requests are being served."""
+        return self._in_flight
+
+    @property
+    def queued(self) -> int:
+        """How many requests wait to be served."""
+        return len(self._waiting)
+
+    @asynccontextmanager
+    async def admitted(self) -> AsyncIterator[None]:
+        """Serve one request inside the context.
+
+        Raises ``ProxyError``: 503 while draining, 429 if too many requests wait already, 503 after waiting too long.
+        """
+        await self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
+
+    async def wait_idle(self) -> None:
+        """Return once no request is being served or waits."""
+        await self._idle.wait()
+
+    async def _enter(self) -> None:
+        if self.draining:
+            raise ProxyError(503, "The proxy is shutting down")
+        if self._in_flight < self._limits.max_in_flight:
+            self._in_flight += 1
+            self._idle.clear()
+            return
+        if len(self._waiting) >= self._limits.max_queued:
+            raise ProxyError(429, "Too many requests are waiting already")
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            async with asyncio.timeout(self._limits.queue_seconds):
+                await turn
+        except BaseException as error:
+            if turn.cancelled():
+                with suppress(ValueError):
+                    self._waiting.remove(turn)
+            else:
+                # The place was handed over just before the wait ended.
+                self._leave()
+            if isinstance(error, TimeoutError):
+                raise ProxyError(503, "The request waited too long for its turn") from error
+            raise
+
+    def _leave(self) -> None:
+        """Hand the place to the next in the queue, or give it up."""
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._in_flight -= 1
+        if not self._in_flight:
+            self._idle.set()

@@ -1,0 +1,42 @@
+"""Asking every engine for its health, again and again."""
+
+import asyncio
+import random
+from typing import NoReturn
+
+from proxy.engines import EngineClient
+from proxy.registry import Engine, Registry
+
+EARLIEST = 0.5
+"""The part of the interval after which the next round may begin. Rounds are spread, so that the proxies of a fleet do
+not ask in step."""
+
+
+class Checks:
+    """Checks the engines of a registry until cancelled.
+
+    A round waits for no answer, so that one silent engine does not keep the others from being checked. An engine that
+    refuses connections is known to be down after at most one interval.
+    """
+
+    def __init__(self, client: EngineClient, registry: Registry, interval_seconds: float) -> None:
+        self._client = client
+        self._registry = registry
+        self._interval_seconds = interval_seconds
+        self._under_way: set[Engine] = set()
+
+    async def run(self) -> NoReturn:
+        """Never returns."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await asyncio.sleep(self._interval_seconds * random.uniform(EARLIEST, 1.0))  # noqa: S311 - no secret
+                for engine in self._registry.members():
+                    if engine not in self._under_way:
+                        self._under_way.add(engine)
+                        group.create_task(self._check(engine))
+
+    async def _check(self, engine: Engine) -> None:
+        try:
+            self._registry.checked(engine, await self._client.check(engine.url, self._interval_seconds))
+        finally:
+            self._under_way.discard(engine)

@@ -1,0 +1,129 @@
+"""Members, their loads, and the choice among them."""
+
+import logging
+
+import pytest
+
+from proxy.errors import FailureKind
+from proxy.health import FIRST_EJECTION_SECONDS, Check, Standing
+from proxy.registry import Load, Registry
+from proxy.routing import EngineLoad, Role, least_tokens
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def registry(clock):
+    found = Registry(dict.fromkeys(Role, least_tokens), clock)
+    found.add(Role.PREFILL, ["p0", "p1"])
+    found.add(Role.DECODE, ["d0"])
+    return found
+
+
+def picks(registry, count=4, role=Role.PREFILL):
+    return {registry.pick(role, set()).url for _ in range(count)}
+
+
+def test_loads_count_from_the_choice_to_the_end(registry):
+    first = Load(registry.find(Role.PREFILL, "p0"), 100)
+    second = Load(registry.find(Role.PREFILL, "p1"), 10)
+    assert [(load.requests, load.tokens) for load in registry.loads(Role.PREFILL)] == [(1, 100), (1, 10)]
+    assert registry.pick(Role.PREFILL, set()).url == "p1"
+    first.end()
+    first.end()
+    second.end()
+    assert [(load.requests, load.tokens) for load in registry.loads(Role.PREFILL)] == [(0, 0), (0, 0)]
+
+
+def test_roles_take_turns_on_their_own(registry):
+    assert [registry.pick(Role.PREFILL, set()).url for _ in range(3)] == ["p0", "p1", "p0"]
+    assert registry.pick(Role.DECODE, set()).url == "d0"
+    assert registry.pick(Role.PREFILL, set()).url == "p1"
+
+
+def test_a_failed_engine_is_avoided_for_a_while(registry, clock):
+    engine = registry.find(Role.PREFILL, "p0")
+    registry.failed(engine, FailureKind.LOST)
+    registry.failed(engine, FailureKind.LOST)
+    assert engine.ejections == 1
+    assert picks(registry) == {"p1"}
+    clock.now += FIRST_EJECTION_SECONDS
+    assert picks(registry) == {"p0", "p1"}
+
+
+def test_checks_take_engines_out_and_bring_them_back(registry, caplog):
+    caplog.set_level(logging.WARNING)
+    engine = registry.find(Role.PREFILL, "p0")
+    assert not registry.is_up(Role.PREFILL)
+    registry.checked(engine, Check.WELL)
+    assert registry.is_up(Role.PREFILL)
+    registry.checked(engine, Check.UNWELL)
+    registry.checked(engine, Check.UNWELL)
+    assert picks(registry) == {"p1"}
+    assert not registry.is_up(Role.PREFILL)
+    registry.checked(engine, Check.WELL)
+    assert picks(registry) == {"p0", "p1"}
+    assert engine.ejections == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "prefill engine p0 was unknown and is up",
+        "prefill engine p0 was up and is down",
+        "prefill engine p0 was down and is up",
+    ]
+
+
+def test_a_draining_engine_gets_nothing_new_until_it_is_added_again(registry):
+    engine = registry.find(Role.PREFILL, "p0")
+    load = Load(engine, 5)
+    assert registry.drain(Role.PREFILL, "p0")
+    assert picks(registry) == {"p1"}
+    assert registry.loads(Role.PREFILL)[0] == EngineLoad("p0", 1, 5, Standing.DRAINING)
+    registry.add(Role.PREFILL, ["p0"])
+    assert registry.find(Role.PREFILL, "p0") is engine
+    assert engine.requests == 1
+    load.end()
+    assert picks(registry) == {"p0", "p1"}
+
+
+def test_a_removed_engine_is_gone_and_what_its_requests_report_reaches_nobody_else(registry):
+    old = registry.find(Role.DECODE, "d0")
+    load = Load(old, 5)
+    assert registry.remove(Role.DECODE, "d0")
+    assert registry.pick(Role.DECODE, set()) is None
+    registry.add(Role.DECODE, ["d0"])
+    new = registry.find(Role.DECODE, "d0")
+    registry.failed(old, FailureKind.LOST)
+    load.end()
+    assert registry.loads(Role.DECODE) == [EngineLoad("d0", 0, 0, Standing.UNKNOWN)]
+    assert new is not old
+
+
+def test_nobody_can_be_drained_or_removed_twice_or_by_a_wrong_role(registry):
+    assert not registry.drain(Role.DECODE, "p0")
+    assert not registry.remove(Role.DECODE, "p0")
+    assert registry.remove(Role.PREFILL, "p0")
+    assert not registry.remove(Role.PREFILL, "p0")
+    assert [engine.url for engine in registry.members()] == ["p1", "d0"]
+    assert [engine.url for engine in registry.members(Role.DECODE)] == ["d0"]
+
+
+def test_requests_go_to_the_rank_with_the_least_tokens(registry):
+    registry.add(Role.DECODE, ["d1"], num_ranks=2)
+    engine = registry.find(Role.DECODE, "d1")
+    loads = [Load(engine, tokens) for tokens in (100, 10, 20, 30)]
+    assert [load.rank for load in loads] == [0, 1, 1, 1]
+    # Compared with other engines, an engine of two ranks is half as busy.
+    assert registry.loads(Role.DECODE)[1].tokens == 80
+    for load in loads:
+        load.end()
+    assert engine.rank_tokens == [0, 0]
+    assert Load(registry.find(Role.DECODE, "d0"), 1).rank is None
