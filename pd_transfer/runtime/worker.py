@@ -10,6 +10,7 @@ from typing import Protocol
 
 from pd_transfer.core.admissions import AbortReceive, StartReceive
 from pd_transfer.core.layout import DescriptorRow, EngineLayout
+from pd_transfer.core.messages import one_line
 from pd_transfer.core.outcomes import Level, Outcome
 from pd_transfer.core.params import PeerKey, RequestId, Transfer
 from pd_transfer.core.peers import ConnectPeer, RetirePeer
@@ -203,7 +204,8 @@ class PullLoop:
 
     def _reconnect(self, action: ReconnectPeer) -> None:
         request = action.request
-        logger.warning("%s: reading from %s is tried once more: %s", request.request_id, request.peer, action.reason)
+        reason = one_line(action.reason)
+        logger.warning("%s: reading from %s is tried once more: %s", request.request_id, request.peer, reason)
         self.report.outcomes[Outcome.RECEIVE_RETRIED] += 1
         self._connections.mark_broken(request.peer)
 
