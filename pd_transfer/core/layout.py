@@ -65,13 +65,17 @@ class BlockRun(msgspec.Struct, frozen=True, array_like=True):
 def block_runs(block_ids: Sequence[int], first_index: int = 0) -> tuple[BlockRun, ...]:
     """A block table (position ``first_index + i`` holds ``block_ids[i]``) as runs; the null block 0 is left out."""
     runs: list[BlockRun] = []
+    start, expected = first_index, 0
     for index, block_id in enumerate(block_ids, first_index):
-        if block_id == 0:
+        if block_id == expected:
+            expected += 1 if block_id else 0
             continue
-        if runs and (last := runs[-1]).index + last.count == index and last.block_id + last.count == block_id:
-            runs[-1] = BlockRun(last.index, last.block_id, last.count + 1)
-        else:
-            runs.append(BlockRun(index, block_id, 1))
+        if expected:
+            runs.append(BlockRun(start, expected - (index - start), index - start))
+        start, expected = index, block_id and block_id + 1
+    if expected:
+        end = first_index + len(block_ids)
+        runs.append(BlockRun(start, expected - (end - start), end - start))
     return tuple(runs)
 
 

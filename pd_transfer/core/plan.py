@@ -1,7 +1,8 @@
 """What to read: token positions -> pairs of blocks -> descriptor indices, and how many runs they merge into."""
 
-from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -11,7 +12,10 @@ import numpy.typing as npt
 from pd_transfer.core.layout import BlockRun, DescriptorRow, EngineLayout, block_runs
 
 Indices = npt.NDArray[np.int32]
-_NO_IDS: Indices = np.empty(0, dtype=np.int32)
+
+_BY_INDEX = attrgetter("index")
+_BEFORE_ALL: Indices = np.array([-1], dtype=np.int32)
+_MAX_POSITION = 2**30
 
 
 class ReadPlan(msgspec.Struct, frozen=True):
@@ -46,7 +50,7 @@ def needed_runs(
     """
     first = num_local_tokens // block_size_tokens
     end = -(-num_tokens // block_size_tokens)
-    wanted = [0 if block.is_hashed else block.block_id for block in table[first:end]]
+    wanted = [0 if is_hashed else block_id for block_id, is_hashed in table[first:end]]
     return block_runs(wanted, first)
 
 
@@ -66,25 +70,27 @@ def plan_read(
     if len(granted) != len(remote.groups):
         return Uncovered(f"the grant lists {len(granted)} groups, the peer has {len(remote.groups)}")
     sites = _layer_sites(remote)
-    local_parts: list[Indices] = []
-    remote_parts: list[Indices] = []
-    num_bytes, row, counts = 0, 0, []
+    wanted = [_columns(runs) for runs in needed]
+    counts = tuple(int(columns.counts.sum()) for columns in wanted)
+    num_descriptors = sum(count * len(group.layers) for count, group in zip(counts, local.groups, strict=True))
+    to, of = np.empty(num_descriptors, dtype=np.int32), np.empty(num_descriptors, dtype=np.int32)
+    start, row, num_bytes = 0, 0, 0
     for group_index, group in enumerate(local.groups):
         paired: dict[int, tuple[Indices, Indices]] = {}
         for layer in group.layers:
             remote_row, remote_group = sites[layer.name]
             if remote_group not in paired:
-                pair = _pair(needed[group_index], granted[remote_group], remote.num_blocks)
+                pair = _pair(wanted[group_index], granted[remote_group], remote.num_blocks)
                 if isinstance(pair, int):
                     return Uncovered(f"group {group_index} needs the block at position {pair}, which is not granted")
                 paired[remote_group] = pair
             local_ids, remote_ids = paired[remote_group]
-            local_parts.append(local_ids + np.int32(row * local.num_blocks))
-            remote_parts.append(remote_ids + np.int32(remote_row * remote.num_blocks))
+            stop = start + len(local_ids)
+            np.add(local_ids, np.int32(row * local.num_blocks), out=to[start:stop])
+            np.add(remote_ids, np.int32(remote_row * remote.num_blocks), out=of[start:stop])
             num_bytes += len(local_ids) * layer.page_bytes
-            row += 1
-        counts.append(sum(run.count for run in needed[group_index]))
-    return ReadPlan(np.concatenate(local_parts), np.concatenate(remote_parts), num_bytes, tuple(counts))
+            start, row = stop, row + 1
+    return ReadPlan(to, of, num_bytes, counts)
 
 
 def _layer_sites(layout: EngineLayout) -> dict[str, tuple[int, int]]:
@@ -93,35 +99,45 @@ def _layer_sites(layout: EngineLayout) -> dict[str, tuple[int, int]]:
     return {layer.name: (row, groups[row]) for row, layer in enumerate(layout.layers())}
 
 
-def _pair(
-    needed: Sequence[BlockRun], granted: Sequence[BlockRun], num_remote_blocks: int
-) -> tuple[Indices, Indices] | int:
+class _Columns(NamedTuple):
+    """Runs as columns: a prompt of 128k tokens may have thousands, and a loop over them takes tens of milliseconds."""
+
+    indices: Indices
+    block_ids: Indices
+    counts: Indices
+
+    def spread(self) -> tuple[Indices, Indices]:
+        """The position and the block id of every block."""
+        before = np.cumsum(self.counts, dtype=np.int32) - self.counts
+        steps = np.arange(self.counts.sum(), dtype=np.int32)
+        positions = steps + np.repeat(self.indices - before, self.counts)
+        return positions, steps + np.repeat(self.block_ids - before, self.counts)
+
+
+def _columns(runs: Sequence[BlockRun]) -> _Columns:
+    numbers = chain.from_iterable(map(msgspec.structs.astuple, runs))
+    table = np.fromiter(numbers, dtype=np.int32, count=3 * len(runs)).reshape(-1, 3)
+    return _Columns(table[:, 0], table[:, 1], table[:, 2])
+
+
+def _pair(wanted: _Columns, granted: Sequence[BlockRun], num_remote_blocks: int) -> tuple[Indices, Indices] | int:
     """Local and remote block ids, position by position; the first position that is not granted otherwise."""
-    offers = sorted(granted, key=lambda run: run.index)
-    starts = [run.index for run in offers]
-    local_parts, remote_parts = [_NO_IDS], [_NO_IDS]
-    for run in needed:
-        position, end = run.index, run.index + run.count
-        while position < end:
-            at = bisect_right(starts, position) - 1
-            if at < 0 or not _offers(offers[at], position, num_remote_blocks):
-                return position
-            offer = offers[at]
-            stop = min(end, offer.index + offer.count)
-            local_parts.append(_ids(run, position, stop))
-            remote_parts.append(_ids(offer, position, stop))
-            position = stop
-    return np.concatenate(local_parts), np.concatenate(remote_parts)
+    positions, local_ids = wanted.spread()
+    offers = _columns(sorted((run for run in granted if _is_offer(run, num_remote_blocks)), key=_BY_INDEX))
+    # Before the first offer comes one of no blocks, so that every position has an offer at or before it.
+    starts = np.concatenate([_BEFORE_ALL, offers.indices])
+    ends = np.concatenate([_BEFORE_ALL, offers.indices + offers.counts])
+    shifts = np.concatenate([_BEFORE_ALL, offers.block_ids - offers.indices])
+    at = np.searchsorted(starts, positions, side="right") - 1
+    is_missing = positions >= ends[at]
+    if is_missing.any():
+        return int(positions[is_missing.argmax()])
+    return local_ids, positions + shifts[at]
 
 
-def _offers(run: BlockRun, position: int, num_blocks: int) -> bool:
-    """Whether the run holds the position and names only blocks of the pool; block 0 is never read."""
-    return position < run.index + run.count and 0 < run.block_id <= num_blocks - run.count
-
-
-def _ids(run: BlockRun, position: int, stop: int) -> Indices:
-    first = run.block_id - run.index
-    return np.arange(first + position, first + stop, dtype=np.int32)
+def _is_offer(run: BlockRun, num_blocks: int) -> bool:
+    """Whether a run names only blocks of the pool, at positions that a table can have; block 0 is never read."""
+    return 0 <= run.index < _MAX_POSITION and run.count > 0 and 0 < run.block_id <= num_blocks - run.count
 
 
 def num_merged(plan: ReadPlan, local_rows: Sequence[DescriptorRow], remote_rows: Sequence[DescriptorRow]) -> int:
@@ -146,7 +162,8 @@ def num_merged(plan: ReadPlan, local_rows: Sequence[DescriptorRow], remote_rows:
 
 
 def _rows_of(indices: Indices, rows: Sequence[DescriptorRow]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    ends = np.cumsum([row.count for row in rows])
+    # Of the indices' own type: NumPy would convert them all otherwise.
+    ends = np.cumsum([row.count for row in rows], dtype=np.int32)
     row_of = np.searchsorted(ends, indices, side="right")
     dense = np.asarray([row.stride_bytes == row.length_bytes for row in rows])
     return row_of, dense[row_of]
