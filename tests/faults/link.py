@@ -1,5 +1,6 @@
 """A link to a network namespace of its own on this machine, to be cut: prefill lives behind it."""
 
+import contextlib
 import functools
 import os
 import shutil
@@ -41,7 +42,9 @@ class Link:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The pair of devices goes with its end in the namespace.
+        # The kernel takes its time to remove what is left in a namespace, and a name is free only then.
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _ip("link", "del", _NEAR)
         _ip("netns", "del", _NAMESPACE)
 
     def cut(self) -> None:
