@@ -6,16 +6,23 @@ from collections.abc import Sequence
 
 import uvloop
 
-from proxy.config import ProxyConfig, parse_arguments
+from proxy.command_line import parse_arguments
+from proxy.config import ConfigError, ProxyConfig
 from proxy.service import serve
+
+logger = logging.getLogger("proxy")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a proxy until it is told to stop. Returns the exit status: 0 after a stop, 1 if it cannot listen."""
     config = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logger.info("%s", config)
     try:
         uvloop.run(serve(config, lambda address: _announce(address, config)))
+    except ConfigError as error:
+        print(f"pd-proxy: {error}", file=sys.stderr)
+        return 1
     except OSError as error:
         print(f"pd-proxy: cannot listen on {config.host}:{config.port}: {error.strerror or error}", file=sys.stderr)
         return 1

@@ -18,6 +18,7 @@ RETRY_AFTER_SECONDS = 1
 
 _TYPE_BY_STATUS = {
     400: "BadRequestError",
+    401: "AuthenticationError",
     404: "NotFoundError",
     408: "RequestTimeoutError",
     413: "RequestTooLargeError",

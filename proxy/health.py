@@ -3,7 +3,8 @@
 Pure, with the time as an argument. Two kinds of evidence are kept apart:
 
     requests that failed  -> SUSPECT for a while, longer each time in a row; taken only when nothing better is left
-    checks of its health  -> DOWN while it refuses connections or says that it is unwell; not taken at all
+    checks of its health  -> SUSPECT when it refuses a connection or says that it is unwell; DOWN, not taken at all,
+                             when it does so again
                           -> SUSPECT while it says nothing, since a busy engine is silent, too
 
 Room for the next feature: another kind of evidence is a method of ``Health`` and a line in ``standing``.
@@ -21,6 +22,8 @@ BUSY_SECONDS = 1.0
 """How long an engine is left alone that says it has too much to do. That is no fault, so it does not grow."""
 BROKEN_ANSWERS = 3
 """So many unusable answers in a row eject an engine. A single one may be the doing of its request."""
+UNWELL_CHECKS = 2
+"""So many bad checks in a row take an engine out altogether. A burst of connections may spoil a single one."""
 SILENT_CHECKS = 2
 """So many checks in a row without an answer make an engine suspect."""
 
@@ -57,16 +60,17 @@ class Health:
         self._suspect_until = 0.0
         self._ejections = 0
         self._broken_answers = 0
+        self._checked = False
+        self._unwell_checks = 0
         self._silent_checks = 0
-        self._last_check: Check | None = None
 
     def standing(self, now: float) -> Standing:
         """The verdict. Never DRAINING, which is not about health."""
-        if self._last_check is Check.UNWELL:
+        if self._unwell_checks >= UNWELL_CHECKS:
             return Standing.DOWN
-        if now < self._suspect_until or self._silent_checks >= SILENT_CHECKS:
+        if now < self._suspect_until or self._unwell_checks or self._silent_checks >= SILENT_CHECKS:
             return Standing.SUSPECT
-        return Standing.UP if self._last_check is not None else Standing.UNKNOWN
+        return Standing.UP if self._checked else Standing.UNKNOWN
 
     def answered(self) -> None:
         """A request was served: what earlier ones met is forgotten."""
@@ -93,5 +97,6 @@ class Health:
 
     def checked(self, found: Check) -> None:
         """A check of its health has ended. A good one does not undo what requests met; time does."""
-        self._last_check = found
+        self._checked = True
+        self._unwell_checks = self._unwell_checks + 1 if found is Check.UNWELL else 0
         self._silent_checks = self._silent_checks + 1 if found is Check.SILENT else 0

@@ -1,27 +1,29 @@
 """What the proxy answers itself, for those who operate it: is it alive, is it ready, what does it count."""
 
-import msgspec
 from aiohttp import web
 
+from proxy import admin
 from proxy.admission import Admission
 from proxy.metrics import Metrics
 from proxy.registry import Registry
+from proxy.respond import json_response
 from proxy.routing import Role
 
-_OWN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+_READ_PATHS = frozenset({"/health", "/ready", "/metrics"})
 _READING_METHODS = frozenset({"GET", "HEAD"})
 
 
 def is_own(request: web.Request) -> bool:
     """Whether a request is for the proxy itself: it is neither queued nor counted, and works while draining."""
-    return request.path in _OWN_PATHS and request.method in _READING_METHODS
+    return request.path.startswith(admin.PREFIX) or (request.path in _READ_PATHS and request.method in _READING_METHODS)
 
 
 class Operations:
     """The handlers for operators."""
 
-    def __init__(self, registry: Registry, admission: Admission, metrics: Metrics) -> None:
+    def __init__(self, registry: Registry, admission: Admission, metrics: Metrics, administration: admin.Admin) -> None:
         self._registry = registry
+        self._admin = administration
         self._admission = admission
         self._metrics = metrics
 
@@ -30,6 +32,7 @@ class Operations:
         router.add_get("/health", self._health)
         router.add_get("/ready", self._ready)
         router.add_get("/metrics", self._show_metrics)
+        self._admin.add_routes(router)
 
     async def _health(self, _request: web.Request) -> web.Response:
         """Whether this process is alive; says nothing about engines."""
@@ -47,8 +50,3 @@ class Operations:
 
     async def _show_metrics(self, _request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4"})
-
-
-def json_response(status: int, value: object) -> web.Response:
-    """A value as JSON."""
-    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")

@@ -14,7 +14,7 @@ from collections.abc import Set as AbstractSet
 
 from proxy.errors import FailureKind
 from proxy.health import Check, Health, Standing
-from proxy.routing import NO_HINTS, EngineLoad, Hints, Policy, Role, pick
+from proxy.routing import NO_HINTS, TRUSTED, EngineLoad, Hints, Policy, Role, pick
 
 logger = logging.getLogger("proxy.registry")
 
@@ -137,6 +137,5 @@ class Registry:
         engine.health.checked(found)
         after = engine.standing(self._clock())
         if after is not before:
-            if after in {Standing.DOWN, Standing.SUSPECT}:
-                engine.ejections += 1
+            engine.ejections += before in TRUSTED and after not in TRUSTED
             logger.warning("%s engine %s was %s and is %s", engine.role, engine.url, before, after)

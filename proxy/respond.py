@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
+import msgspec
 from aiohttp import web
 
 from proxy.engines import Reply
@@ -27,6 +28,11 @@ def complete(request: web.Request, answer: Answer) -> web.Response:
         headers.popall(name, None)
     headers[REQUEST_ID] = request[REQUEST_ID_KEY]
     return web.Response(status=answer.status, headers=headers, body=answer.body)
+
+
+def json_response(status: int, value: object) -> web.Response:
+    """A value as JSON."""
+    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")
 
 
 async def relay_reply(request: web.Request, reply: Reply) -> web.StreamResponse:

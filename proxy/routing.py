@@ -91,7 +91,8 @@ def _affine(loads: Sequence[EngineLoad], hints: Hints, key: bytes) -> EngineLoad
     return max(within, key=lambda load: blake2b(load.url.encode(), key=key).digest())
 
 
-_TRUSTED = frozenset({Standing.UP, Standing.UNKNOWN})
+TRUSTED = frozenset({Standing.UP, Standing.UNKNOWN})
+"""Engines of these standings share the requests."""
 
 
 def pick(loads: Sequence[EngineLoad], excluded: AbstractSet[str], policy: Policy, hints: Hints) -> str | None:
@@ -101,7 +102,7 @@ def pick(loads: Sequence[EngineLoad], excluded: AbstractSet[str], policy: Policy
     least load, and would draw every request. Engines that are down or draining are never used.
     """
     allowed = [load for load in loads if load.url not in excluded]
-    trusted = [load for load in allowed if load.standing in _TRUSTED]
+    trusted = [load for load in allowed if load.standing in TRUSTED]
     usable = trusted or [load for load in allowed if load.standing is Standing.SUSPECT]
     return policy(usable, hints).url if usable else None
 

@@ -55,10 +55,10 @@ class Server:
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             request[REQUEST_ID_KEY] = headers.request_id_for(request.headers.get(headers.REQUEST_ID), "")
             if is_own(request):
-                return await handler(request)
+                return await self._answered(request, handler)
             outcome = CLIENT_GONE
             try:
-                response = await self._answered(request, handler)
+                response = await self._answered(request, self._in_turn(handler))
                 outcome = request.get(OUTCOME_KEY) or outcome_of(response.status)
             finally:
                 self._metrics.requests.labels(_ENDPOINTS.get(request.path, "other"), outcome).inc()
@@ -66,11 +66,17 @@ class Server:
 
         return guard
 
+    def _in_turn(self, handler: Handler) -> Handler:
+        async def admitted(request: web.Request) -> web.StreamResponse:
+            async with self._admission.admitted():
+                return await handler(request)
+
+        return admitted
+
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """The handler's response, or the response to the failure in it."""
         try:
-            async with self._admission.admitted():
-                return await handler(request)
+            return await handler(request)
         except ProxyError as error:
             return self._failed(request, error)
         except web.HTTPException as error:

@@ -3,16 +3,20 @@
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from typing import NoReturn
 
 import aiohttp
 from aiohttp import web
 
+from proxy.admin import Admin, read_token
 from proxy.admission import Admission
 from proxy.background import in_background
 from proxy.checks import Checks
+from proxy.command_line import configuration
 from proxy.config import ProxyConfig, Timeouts
+from proxy.config_file import ConfigFile
 from proxy.engines import KEEP_ALIVE_SECONDS, EngineClient
 from proxy.exchange import Exchange
 from proxy.metrics import Metrics
@@ -54,10 +58,13 @@ class RunningProxy:
 
 @asynccontextmanager
 async def running(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
-    """A proxy for as long as the context lasts. Raises ``OSError`` if it cannot listen where it is told to.
+    """A proxy for as long as the context lasts.
+
+    Raises ``OSError`` if it cannot listen where it is told to, and ``ConfigError`` if the token file holds no token.
 
     Requests that are open when the context ends are cut off; ``RunningProxy.drain`` first.
     """
+    token = None if config.admin_token_file is None else read_token(config.admin_token_file)
     policies = {Role.PREFILL: config.routing.prefill_policy, Role.DECODE: config.routing.decode_policy}
     registry = Registry({role: POLICIES[name] for role, name in policies.items()})
     registry.add(Role.PREFILL, config.prefill_urls, config.routing.num_ranks)
@@ -69,7 +76,9 @@ async def running(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
         client = EngineClient(session, config.timeouts)
         releases = Releases(client, registry, metrics)
         exchange = Exchange(client, registry, metrics, releases, config.routing)
-        server = Server(config, exchange, admission, metrics, Operations(registry, admission, metrics))
+        administration = Admin(registry, token, config.routing.num_ranks)
+        operations = Operations(registry, admission, metrics, administration)
+        server = Server(config, exchange, admission, metrics, operations)
         # Without handler_cancellation aiohttp lets a handler run on when its client has left.
         runner = web.AppRunner(
             server.application(), handler_cancellation=True, access_log=None, shutdown_timeout=_CANCEL_SECONDS
@@ -79,7 +88,7 @@ async def running(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
             site = web.TCPSite(runner, config.host, config.port)
             await site.start()
             checks = Checks(client, registry, config.timeouts.health_seconds)
-            async with in_background(checks.run()):
+            async with in_background(checks.run(), *_following(config, registry)):
                 yield RunningProxy(site, _address(runner), admission)
         finally:
             await runner.cleanup()
@@ -87,6 +96,13 @@ async def running(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
                 async with asyncio.timeout(_CUT_OFF_SECONDS):
                     await admission.wait_idle()
             await releases.finish()
+
+
+def _following(config: ProxyConfig, registry: Registry) -> list[Coroutine[None, None, NoReturn]]:
+    if config.config_file is None:
+        return []
+    file = ConfigFile(config.config_file, config, lambda: configuration(config.arguments), registry)
+    return [file.follow()]
 
 
 async def serve(config: ProxyConfig, announce: Callable[[str], None]) -> None:

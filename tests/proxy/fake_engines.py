@@ -363,7 +363,9 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(prefills=1, decodes=1, *, leaves_open=0, unreachable=(), timeouts=PATIENT, **settings):
+async def cluster(
+    prefills=1, decodes=1, *, leaves_open=0, unreachable=(), timeouts=PATIENT, admin_token_file=None, **settings
+):
     """A running proxy with fake engines. ``unreachable`` names engines, as 'p0' or 'd1', that do not listen.
 
     ``settings`` are fields of ``Limits`` and ``RoutingConfig``.
@@ -382,6 +384,7 @@ async def cluster(prefills=1, decodes=1, *, leaves_open=0, unreachable=(), timeo
         decode_urls=tuple(engine.url for engine in decode_engines),
         port=0,
         timeouts=timeouts,
+        admin_token_file=admin_token_file,
         limits=Limits(**{name: value for name, value in settings.items() if name in LIMITS}),
         routing=RoutingConfig(**{name: value for name, value in settings.items() if name not in LIMITS}),
     )

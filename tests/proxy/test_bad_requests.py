@@ -6,6 +6,7 @@ import json
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
+from proxy.admin import Admin
 from proxy.admission import Admission
 from proxy.config import ProxyConfig
 from proxy.metrics import Metrics
@@ -96,7 +97,7 @@ class BuggyExchange:
 async def test_a_bug_of_ours_still_has_the_shape_of_an_error(caplog):
     config = ProxyConfig(("http://p:1",), ("http://d:1",))
     admission, metrics = Admission(config.limits), Metrics()
-    operations = Operations(Registry({}), admission, metrics)
+    operations = Operations(Registry({}), admission, metrics, Admin(Registry({}), None))
     server = Server(config, BuggyExchange(), admission, metrics, operations)
     async with TestClient(TestServer(server.application())) as client:
         response = await client.post(PATH, json=STREAM)

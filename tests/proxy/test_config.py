@@ -2,7 +2,8 @@
 
 import pytest
 
-from proxy.config import Limits, ProxyConfig, RoutingConfig, Timeouts, engine_url, parse_arguments
+from proxy.command_line import configuration, parse_arguments
+from proxy.config import ConfigError, Limits, ProxyConfig, RoutingConfig, Timeouts, engine_url
 
 ENGINES = ["--prefill", "http://p:1", "--decode", "http://d:1"]
 
@@ -88,3 +89,68 @@ def test_help_names_every_option_and_its_default(capsys):
         assert option in text
     assert "8080" in text
     assert "==SUPPRESS==" not in text
+
+
+def written(tmp_path, text):
+    path = tmp_path / "proxy.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_holds_the_same_options(tmp_path):
+    path = written(
+        tmp_path,
+        """
+        prefill = ["http://p:1", "http://p:2/"]
+        decode = "http://d:1"
+        port = 0
+        idle-timeout-seconds = 2.5
+        min_remote_tokens = 7
+        """,
+    )
+    assert parse_arguments(["--config", str(path)]) == ProxyConfig(
+        prefill_urls=("http://p:1", "http://p:2"),
+        decode_urls=("http://d:1",),
+        port=0,
+        timeouts=Timeouts(idle_seconds=2.5),
+        routing=RoutingConfig(min_remote_tokens=7),
+        config_file=path,
+    )
+
+
+def test_the_command_line_counts_and_adds_engines(tmp_path):
+    path = written(tmp_path, "prefill = ['http://p:1']\nport = 1\npolicy = 'round-robin'\n")
+    config = parse_arguments(["--port", "2", "--config", str(path), *ENGINES[2:], "--prefill", "http://p:2"])
+    assert config.port == 2
+    assert config.routing.decode_policy == "round-robin"
+    assert config.prefill_urls == ("http://p:1", "http://p:2")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("prefill = 'http://p:1'\ndecode = 'nonsense'", "'nonsense' is not an address"),
+        ("magic = 1", "--magic=1"),
+        ("fall = 'none'", "--fall=none"),
+        ("port = true", "port = True is no setting"),
+        ("config = 'other.toml'", "is no setting"),
+        ("[prefill]\nurl = 'http://p:1'", "is no setting"),
+        ("prefill = [", "proxy.toml: "),
+        ("port = 70000", "70000 is not a port"),
+        ("port = 1", "at least one --prefill"),
+    ],
+)
+def test_a_mistake_in_the_file_is_explained(tmp_path, text, told):
+    with pytest.raises(ConfigError) as mistake:
+        configuration(["--config", str(written(tmp_path, text))])
+    assert told in str(mistake.value)
+
+
+def test_a_file_that_is_not_there_is_explained(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        configuration(["--config", str(tmp_path / "missing")])
+
+
+def test_with_an_admin_token_engines_may_come_later(tmp_path):
+    config = configuration(["--admin-token-file", str(tmp_path / "token")])
+    assert config == ProxyConfig((), (), admin_token_file=tmp_path / "token")

@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from proxy.admin import Admin
 from proxy.admission import Admission
 from proxy.config import ProxyConfig, Timeouts
 from proxy.engines import EngineClient
@@ -196,7 +197,8 @@ async def server_that_does_not_cancel():
     async with aiohttp.ClientSession() as session:
         client = EngineClient(session, Timeouts())
         exchange = Exchange(client, registry, metrics, Releases(client, registry, metrics), config.routing)
-        server = Server(config, exchange, admission, metrics, Operations(registry, admission, metrics))
+        operations = Operations(registry, admission, metrics, Admin(registry, None))
+        server = Server(config, exchange, admission, metrics, operations)
         runner = web.AppRunner(server.application(), access_log=None, shutdown_timeout=0.01)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

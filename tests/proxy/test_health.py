@@ -9,6 +9,7 @@ from proxy.health import (
     FIRST_EJECTION_SECONDS,
     LONGEST_EJECTION_SECONDS,
     SILENT_CHECKS,
+    UNWELL_CHECKS,
     Check,
     Health,
     Standing,
@@ -96,6 +97,9 @@ def test_being_busy_does_not_shorten_an_ejection(health):
 
 
 def test_an_unwell_engine_is_down_until_it_is_well_again(health):
+    for _ in range(UNWELL_CHECKS - 1):
+        health.checked(Check.UNWELL)
+        assert health.standing(NOW) is Standing.SUSPECT
     health.checked(Check.UNWELL)
     assert health.standing(NOW) is Standing.DOWN
     health.checked(Check.WELL)

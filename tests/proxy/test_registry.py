@@ -76,7 +76,8 @@ def test_checks_take_engines_out_and_bring_them_back(registry, caplog):
     assert engine.ejections == 1
     assert [record.getMessage() for record in caplog.records] == [
         "prefill engine p0 was unknown and is up",
-        "prefill engine p0 was up and is down",
+        "prefill engine p0 was up and is suspect",
+        "prefill engine p0 was suspect and is down",
         "prefill engine p0 was down and is up",
     ]
 

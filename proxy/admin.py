@@ -1,0 +1,132 @@
+"""The admin API: list, add, drain and remove engines, for whoever holds the token.
+
+    GET    /admin/engines                               every engine with its standing and load
+    POST   /admin/engines        {"role", "url"}        add, or take back from draining
+    POST   /admin/engines/drain  {"role", "url"}        no new requests; "requests" in the answer falls to 0
+    DELETE /admin/engines        {"role", "url"}        forget; open requests go on
+
+Each answers with the list. What the file says of other engines is not touched; a restart forgets all of this.
+"""
+
+import hmac
+import logging
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+from proxy.config import ConfigError, engine_url
+from proxy.errors import ProxyError
+from proxy.registry import Registry
+from proxy.respond import json_response
+from proxy.routing import Role
+
+logger = logging.getLogger("proxy.admin")
+
+PREFIX = "/admin/"
+PATH = PREFIX + "engines"
+DRAIN_PATH = PATH + "/drain"
+
+SHORTEST_TOKEN = 16
+_SCHEME = "bearer "
+
+
+class _Named(msgspec.Struct, forbid_unknown_fields=True):
+    role: Role
+    url: str
+
+
+def read_token(path: Path) -> str:
+    """The token in a file, without the white space around it. Raises ``ConfigError``."""
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if len(token) < SHORTEST_TOKEN:
+        raise ConfigError(f"{path}: a token has at least {SHORTEST_TOKEN} characters")
+    return token
+
+
+class Admin:
+    """The handlers. Without a token, all of it is refused."""
+
+    def __init__(self, registry: Registry, token: str | None, num_ranks: int = 0) -> None:
+        self._registry = registry
+        self._token = token
+        self._num_ranks = num_ranks
+
+    def add_routes(self, router: web.UrlDispatcher) -> None:
+        """Add our paths; none of them ever reaches an engine."""
+        router.add_get(PATH, self._list)
+        router.add_post(PATH, self._add)
+        router.add_delete(PATH, self._remove)
+        router.add_post(DRAIN_PATH, self._drain)
+        router.add_route("*", PREFIX + "{path:.*}", self._nothing)
+
+    async def _list(self, request: web.Request) -> web.Response:
+        self._authorize(request)
+        return self._answer()
+
+    async def _add(self, request: web.Request) -> web.Response:
+        named = await self._named(request)
+        try:
+            url = engine_url(named.url)
+        except ValueError as error:
+            raise ProxyError(400, str(error), "url") from error
+        self._registry.add(named.role, [url], self._num_ranks)
+        return self._done("added", named)
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        named = await self._named(request)
+        self._must_exist(named, self._registry.drain(named.role, named.url.rstrip("/")))
+        return self._done("draining", named)
+
+    async def _remove(self, request: web.Request) -> web.Response:
+        named = await self._named(request)
+        self._must_exist(named, self._registry.remove(named.role, named.url.rstrip("/")))
+        return self._done("removed", named)
+
+    async def _nothing(self, request: web.Request) -> web.Response:
+        self._authorize(request)
+        raise ProxyError(404, "The admin API has no such call")
+
+    async def _named(self, request: web.Request) -> _Named:
+        self._authorize(request)
+        try:
+            return msgspec.json.decode(await request.read(), type=_Named)
+        except msgspec.DecodeError as error:
+            raise ProxyError(400, f'write {{"role": "prefill" or "decode", "url": ...}}: {error}') from error
+
+    def _authorize(self, request: web.Request) -> None:
+        if self._token is None:
+            raise ProxyError(404, "The admin API is off: it needs --admin-token-file")
+        given = request.headers.get("Authorization", "")
+        token = given[len(_SCHEME) :] if given.lower().startswith(_SCHEME) else ""
+        if not hmac.compare_digest(token.strip().encode(errors="replace"), self._token.encode()):
+            raise ProxyError(401, "The admin API needs its token: Authorization: Bearer TOKEN")
+
+    def _must_exist(self, named: _Named, exists: bool) -> None:
+        if not exists:
+            raise ProxyError(404, f"There is no {named.role} engine {named.url}", "url")
+
+    def _done(self, what: str, named: _Named) -> web.Response:
+        logger.warning("by the admin API: %s engine %s %s", named.role, named.url, what)
+        return self._answer()
+
+    def _answer(self) -> web.Response:
+        return json_response(200, {"engines": engine_list(self._registry)})
+
+
+def engine_list(registry: Registry) -> list[dict[str, object]]:
+    """Every engine as plain values."""
+    return [
+        {
+            "role": engine.role,
+            "url": engine.url,
+            "standing": standing,
+            "requests": engine.requests,
+            "tokens": engine.tokens,
+            "ejections": engine.ejections,
+        }
+        for engine, standing in registry.standings()
+    ]

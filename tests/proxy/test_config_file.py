@@ -1,0 +1,100 @@
+"""A configuration file that changes under a running proxy."""
+
+import asyncio
+import logging
+
+import aiohttp
+import pytest
+
+from proxy.command_line import configuration
+from proxy.config_file import ConfigFile
+from proxy.registry import Registry
+from proxy.routing import Role, least_tokens
+from proxy.service import running
+from tests.proxy.fake_engines import FakeEngine, Ledger, asynchronous, until
+
+
+class Followed:
+    """A file, the registry that follows it, and an engine that the admin API added."""
+
+    def __init__(self, path):
+        self.path = path
+        self.write(["http://p:1", "http://p:2"])
+        arguments = ("--config", str(path))
+        config = configuration(arguments)
+        self.registry = Registry(dict.fromkeys(Role, least_tokens))
+        self.registry.add(Role.PREFILL, config.prefill_urls)
+        self.registry.add(Role.DECODE, config.decode_urls)
+        self.registry.add(Role.PREFILL, ["http://admin:1"])
+        self.file = ConfigFile(path, config, lambda: configuration(arguments), self.registry)
+
+    def write(self, prefill, more=""):
+        self.path.write_text(f"prefill = {prefill}\ndecode = ['http://d:1']\n{more}")
+
+    @property
+    def prefill_urls(self):
+        return [engine.url for engine in self.registry.members(Role.PREFILL)]
+
+
+@pytest.fixture
+def followed(tmp_path):
+    return Followed(tmp_path / "proxy.toml")
+
+
+def test_only_the_difference_is_applied(followed, caplog):
+    kept = followed.registry.find(Role.PREFILL, "http://p:2")
+    followed.write(["http://p:2", "http://p:3"])
+    followed.file.reload()
+    assert followed.prefill_urls == ["http://p:2", "http://admin:1", "http://p:3"]
+    assert followed.registry.find(Role.PREFILL, "http://p:2") is kept
+    assert "restart" not in caplog.text
+
+
+@pytest.mark.parametrize("broken", ["prefill = [", "prefill = ['http://p:1', 'http://p:1']", "", "magic = 1"])
+def test_a_mistake_changes_nothing_and_is_told(followed, caplog, broken):
+    before = followed.prefill_urls
+    followed.path.write_text(broken)
+    followed.file.reload()
+    assert followed.prefill_urls == before
+    assert "the configuration stays as it is" in caplog.text
+    followed.write(["http://p:4"])
+    followed.file.reload()
+    assert followed.prefill_urls == ["http://admin:1", "http://p:4"]
+
+
+def test_other_settings_need_a_restart_and_that_is_told(followed, caplog):
+    followed.write(["http://p:1"], "port = 99")
+    followed.file.reload()
+    assert "take effect after a restart" in caplog.text
+    assert followed.prefill_urls == ["http://p:1", "http://admin:1"]
+
+
+@asynchronous
+async def test_a_change_is_noticed_also_when_the_file_is_gone_for_a_moment(tmp_path, caplog):
+    followed = Followed(tmp_path / "proxy.toml")
+    caplog.set_level(logging.INFO)
+    following = asyncio.create_task(followed.file.follow(0.005))
+    followed.path.unlink()
+    await until(lambda: "the configuration stays as it is" in caplog.text)
+    followed.write(["http://p:5"])
+    await until(lambda: followed.prefill_urls == ["http://admin:1", "http://p:5"])
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+
+
+@asynchronous
+async def test_a_running_proxy_follows_its_file(tmp_path):
+    ledger = Ledger()
+    engines = [FakeEngine(ledger) for _ in range(3)]
+    for engine in engines:
+        await engine.start()
+    old, new, decode = engines
+    path = tmp_path / "proxy.toml"
+    path.write_text(f"prefill = ['{old.url}']\ndecode = ['{decode.url}']\nport = 0\n")
+    async with running(configuration(["--config", str(path)])) as proxy, aiohttp.ClientSession() as client:
+        path.write_text(f"prefill = ['{new.url}']\ndecode = ['{decode.url}']\nport = 0\n")
+        while not new.generations:
+            async with client.post(proxy.address + "/v1/completions", json={"prompt": "p"}) as response:
+                assert response.status == 200
+            await asyncio.sleep(0.02)
+    await asyncio.gather(*(engine.stop() for engine in engines))
