@@ -1,6 +1,6 @@
 """What an idle pair of engines costs, in percent of a core: without a connector, with ours, and with leases waiting.
 
-Run it on a quiet machine: ``.venv/bin/python -m benchmarks.idle_cost``. The exit status is 0 when our engines cost at
+Run it on a quiet machine: ``scripts/bench idle``. The exit status is 0 when our engines cost at
 most 1.5 % of a core more than an engine without a connector, in every situation. ``--connector NixlConnector`` measures
 vLLM's built-in connector the same way, for comparison; it is not held to the limit.
 """
@@ -9,12 +9,13 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks.report import RESULTS, Cell, Table, new_report, show, write
 from tests.stack.engines import (
     DECODE_ROLE,
     PREFILL_ROLE,
@@ -93,27 +94,29 @@ def measure_pair(connector: str, seconds: float) -> dict[str, list[float]]:
         return found
 
 
-def main() -> int:
-    """Measure and print one table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str]) -> int:
+    """Measure, and leave a report."""
+    parser = argparse.ArgumentParser(prog="scripts/bench idle", description=__doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="length of each measurement")
     parser.add_argument("--connector", default="PdConnector", choices=("PdConnector", "NixlConnector"))
-    options = parser.parse_args()
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for idle.json and idle.md")
+    options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 100)
     with console.status("an engine without a connector"):
         baseline = measure_baseline(options.seconds)
     with console.status(f"two engines with {options.connector}"):
         found = measure_pair(options.connector, options.seconds)
-    table = Table("situation", "prefill % of a core", "decode % of a core", "most above baseline")
-    table.add_row("no connector", f"{baseline:.2f}", "", "")
-    worst = 0.0
-    for situation, percents in found.items():
-        above = max(percents) - baseline
-        worst = max(worst, above)
-        table.add_row(situation, *(f"{percent:.2f}" for percent in percents), f"{above:+.2f}")
-    console.print(table)
+    rows: list[tuple[Cell, ...]] = [("no connector", baseline, "", "")]
+    rows += [(situation, *percents, max(percents) - baseline) for situation, percents in found.items()]
+    worst = max(0.0, *(max(percents) - baseline for percents in found.values()))
+    columns = ("situation", "prefill", "decode", "most above baseline")
+    table = Table(f"{options.connector}, idle: percent of a core", columns, tuple(rows))
+    note = f"Limit of ours: {LIMIT_PERCENT} % above an engine without a connector; the worst here is {worst:.2f} %."
+    report = new_report("idle", arguments, [table], [note])
+    show(report, console)
+    write(report, options.out)
     return 0 if worst <= LIMIT_PERCENT or options.connector != "PdConnector" else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

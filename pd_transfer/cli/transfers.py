@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pd_transfer.cli.geometry import (
     Group,
@@ -156,29 +157,30 @@ def _built_in_fault(groups: Sequence[Group], num_prompt_tokens: int) -> str | No
     return None
 
 
-def attended_positions(group: Group, num_prompt_tokens: int) -> set[int]:
+def attended_positions(group: Group, num_prompt_tokens: int) -> frozenset[int]:
     """The blocks that the last token of a prompt looks at, found token by token, itself excepted.
 
     Knows what attention does and nothing of block tables or plans, so that it can judge them.
     """
-    query, reach = num_prompt_tokens - 1, group.reach_tokens
-    found = set()
+    return _attended(group.attention, group.reach_tokens, group.block_size_tokens, num_prompt_tokens)
+
+
+@lru_cache(maxsize=16)
+def _attended(
+    attention: Attention, reach: int | None, block_size_tokens: int, num_prompt_tokens: int
+) -> frozenset[int]:
+    query, found = num_prompt_tokens - 1, set()
     for token in range(query):
-        in_window = group.attention is not Attention.SLIDING or reach is None or query - token < reach
-        in_chunk = group.attention is not Attention.CHUNKED or reach is None or query // reach == token // reach
+        in_window = attention is not Attention.SLIDING or reach is None or query - token < reach
+        in_chunk = attention is not Attention.CHUNKED or reach is None or query // reach == token // reach
         if in_window and in_chunk:
-            found.add(token // group.block_size_tokens)
-    return found
+            found.add(token // block_size_tokens)
+    return frozenset(found)
 
 
 def _least(groups: Sequence[Group], num_prompt_tokens: int) -> Transfer:
     """What no transfer of whole blocks can do without; in descriptors: one for each block of each layer."""
-    sizes: dict[tuple[Attention, int], int] = {}
-    for group in groups:
-        sort = (group.attention, group.block_size_tokens)
-        if sort not in sizes:
-            sizes[sort] = len(attended_positions(group, num_prompt_tokens))
-    counts = tuple(sizes[group.attention, group.block_size_tokens] for group in groups)
+    counts = tuple(len(attended_positions(group, num_prompt_tokens)) for group in groups)
     return Transfer(
         counts,
         sum(count * len(group.layers) for group, count in zip(groups, counts, strict=True)),

@@ -1,0 +1,35 @@
+"""``scripts/bench NAME``: run one benchmark. Each leaves NAME.json and NAME.md in a folder (--out, default logs/bench).
+
+A benchmark is a module with ``main(arguments) -> exit status``; it makes its report with ``benchmarks.report`` and has
+its line in BENCHMARKS.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+BENCHMARKS = {
+    "plan": ("benchmarks.plan.bench", "bytes, descriptors and planning time for the geometries of real models"),
+    "idle": ("benchmarks.idle_cost", "CPU of an idle pair of engines, and with 100 leases waiting"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark that is named first; what follows is its own."""
+    names = "\n".join(f"  {name:10}{what}" for name, (_, what) in BENCHMARKS.items())
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench",
+        description=f"Run one benchmark:\n{names}\n`scripts/bench NAME --help` tells its options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", choices=BENCHMARKS, metavar="NAME")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
+    parsed = parser.parse_args(arguments)
+    module, _ = BENCHMARKS[parsed.name]
+    status: int = importlib.import_module(module).main(parsed.arguments)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
