@@ -5,7 +5,8 @@ word makes it good. A transfer cannot be aborted: a receive that failed or is no
 (its blocks are free to be used again) only when no transfer can still write to them.
 
 A receive whose transfer fails begins anew, once, after its peer has been connected anew: what broke may have been the
-connection alone. Its deadline stays, and its lease word still decides (docs/adr/0008).
+connection alone. Its deadline stays, and its lease word still decides (docs/adr/0008). A transfer that ended with the
+agent says nothing about its peer, and costs no try.
 
 At most one transfer of a receive is outstanding, so events and actions name the request.
 """
@@ -20,12 +21,12 @@ from pd_transfer.core.plan import ReadPlan, Uncovered
 
 
 class ReceiveState(Enum):
-    """TRANSFERRING: KV is arriving. VERIFYING: the word is. RETRYING: the transfer failed, the peer is being connected
-    anew. DRAINING: lost, waiting for the transfer to end."""
+    """TRANSFERRING: KV is arriving. VERIFYING: the word is. WAITING: nothing is, until the peer is connected anew.
+    DRAINING: lost, waiting for the transfer to end."""
 
     TRANSFERRING = auto()
     VERIFYING = auto()
-    RETRYING = auto()
+    WAITING = auto()
     DRAINING = auto()
     COMPLETED = auto()
     FAILED = auto()
@@ -90,6 +91,11 @@ class NotCovered:
 
 
 @dataclass(frozen=True, slots=True)
+class AgentDestroyed:
+    """The outstanding transfer ended with the pull agent, which another one had kept from draining."""
+
+
+@dataclass(frozen=True, slots=True)
 class PeerReconnected:
     """The peer has been connected anew."""
 
@@ -123,14 +129,16 @@ RECEIVE_TABLE = TransitionTable(
         (ReceiveState.VERIFYING, WordMatched): ReceiveState.COMPLETED,
         (ReceiveState.VERIFYING, WordChanged): ReceiveState.FAILED,
         (ReceiveState.TRANSFERRING, NotCovered): ReceiveState.FAILED,
-        (ReceiveState.TRANSFERRING, TransferFailed): ReceiveState.RETRYING,
-        (ReceiveState.VERIFYING, TransferFailed): ReceiveState.RETRYING,
+        (ReceiveState.TRANSFERRING, TransferFailed): ReceiveState.WAITING,
+        (ReceiveState.VERIFYING, TransferFailed): ReceiveState.WAITING,
+        (ReceiveState.TRANSFERRING, AgentDestroyed): ReceiveState.WAITING,
+        (ReceiveState.VERIFYING, AgentDestroyed): ReceiveState.WAITING,
         (ReceiveState.TRANSFERRING, FailedForGood): ReceiveState.FAILED,
         (ReceiveState.VERIFYING, FailedForGood): ReceiveState.FAILED,
-        (ReceiveState.RETRYING, PeerReconnected): ReceiveState.TRANSFERRING,
-        (ReceiveState.RETRYING, FailedForGood): ReceiveState.FAILED,
-        (ReceiveState.RETRYING, DeadlinePassed): ReceiveState.FAILED,
-        (ReceiveState.RETRYING, AbortRequested): ReceiveState.ABORTED,
+        (ReceiveState.WAITING, PeerReconnected): ReceiveState.TRANSFERRING,
+        (ReceiveState.WAITING, FailedForGood): ReceiveState.FAILED,
+        (ReceiveState.WAITING, DeadlinePassed): ReceiveState.FAILED,
+        (ReceiveState.WAITING, AbortRequested): ReceiveState.ABORTED,
         (ReceiveState.TRANSFERRING, DeadlinePassed): ReceiveState.DRAINING,
         (ReceiveState.VERIFYING, DeadlinePassed): ReceiveState.DRAINING,
         (ReceiveState.TRANSFERRING, AbortRequested): ReceiveState.DRAINING,
@@ -145,10 +153,11 @@ _FINAL = frozenset({ReceiveState.COMPLETED, ReceiveState.FAILED, ReceiveState.AB
 
 @dataclass(frozen=True, slots=True)
 class SubmitRead:
-    """Start reading the receive's KV."""
+    """Start reading the receive's KV. ``why_again`` is empty unless it was begun before."""
 
     request: ReceiveRequest
     plan: ReadPlan
+    why_again: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +169,9 @@ class SubmitWordRead:
 
 @dataclass(frozen=True, slots=True)
 class ReconnectPeer:
-    """Connect the receive's peer anew, once nothing is read from it; then tell the book how that went."""
+    """Connect a peer anew, once nothing is read from it; then tell the book how that went."""
 
-    request: ReceiveRequest
-    reason: str
+    peer: PeerKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +186,9 @@ class ReportReceive:
 
 @dataclass(frozen=True, slots=True)
 class RebuildAgent:
-    """A transfer will not end: destroy the pull agent. Every outstanding transfer must then be reported failed."""
+    """Transfers from these peers will not end: destroy the pull agent, and then say so with ``agent_destroyed``."""
 
+    peers: frozenset[PeerKey]
     reason: str
 
 
@@ -196,7 +205,7 @@ class ReceivePolicy:
 
 @dataclass(slots=True)
 class Receive:
-    """One receive. ``loss`` says why it is lost, once it is; ``is_second_try`` from the first failed transfer on."""
+    """One receive. ``loss`` says why it is lost, once it is; ``why_again`` why it was begun anew, or has to be."""
 
     request: ReceiveRequest
     started_at: float
@@ -204,6 +213,7 @@ class Receive:
     state: ReceiveState = ReceiveState.TRANSFERRING
     loss: tuple[Outcome, str] | None = None
     is_second_try: bool = False
+    why_again: str = ""
     story: Story = field(default_factory=lambda: Story("receive"))
 
 
@@ -214,8 +224,11 @@ class ReceiveBook:
         self._policy = policy
         self._receives: dict[RequestId, Receive] = {}
 
-    def start(self, request: ReceiveRequest, now: float) -> list[ReceiveAction]:
-        """Begin a receive. Raises ValueError when the request has one already."""
+    def start(self, request: ReceiveRequest, now: float, *, waits: bool = False) -> list[ReceiveAction]:
+        """Begin a receive; with ``waits``, once its peer is connected anew, which a read would put off.
+
+        Raises ValueError when the request has one already.
+        """
         if request.request_id in self._receives:
             raise ValueError(f"{request.request_id} is being received already")
         receive = Receive(request, now, now + self._policy.read_seconds)
@@ -223,6 +236,9 @@ class ReceiveBook:
         self._receives[request.request_id] = receive
         if isinstance(request.plan, Uncovered):
             return self._lose(receive, NotCovered(), Outcome.RECEIVE_UNCOVERED, request.plan.reason, now)
+        if waits:
+            receive.state = ReceiveState.WAITING
+            return []
         return [SubmitRead(request, request.plan)]
 
     def handle(self, event: ReceiveEvent, now: float) -> list[ReceiveAction]:
@@ -249,30 +265,44 @@ class ReceiveBook:
 
     def _try_again(self, receive: Receive, event: TransferFailed, now: float) -> list[ReceiveAction]:
         if receive.is_second_try:
-            return self._lose(receive, FailedForGood(), Outcome.RECEIVE_FAILED, event.reason, now)
+            reason = f"{event.reason}; before that: {receive.why_again}"
+            return self._lose(receive, FailedForGood(), Outcome.RECEIVE_FAILED, reason, now)
         self._advance(receive, event, now)
         receive.is_second_try = True
-        return [ReconnectPeer(receive.request, event.reason)]
+        receive.why_again = event.reason
+        return [ReconnectPeer(receive.request.peer)]
 
-    def reconnected(self, peer: PeerKey, now: float) -> list[ReceiveAction]:
-        """A peer has been connected anew: its failed receives begin again, with the KV."""
-        actions: list[ReceiveAction] = []
-        for receive in self._retrying(peer):
+    def reconnected(self, peer: PeerKey, now: float) -> list[SubmitRead]:
+        """A peer has been connected anew: what waits for it begins, with the KV."""
+        actions = []
+        for receive in self._waiting(peer):
             self._advance(receive, PeerReconnected(), now)
-            assert isinstance(receive.request.plan, ReadPlan)  # without a plan nothing was submitted
-            actions.append(SubmitRead(receive.request, receive.request.plan))
+            assert isinstance(receive.request.plan, ReadPlan)  # without a plan nothing waits
+            actions.append(SubmitRead(receive.request, receive.request.plan, receive.why_again))
         return actions
 
     def not_reconnected(self, peer: PeerKey, reason: str, now: float) -> list[ReceiveAction]:
-        """A peer cannot be connected anew: its failed receives are lost."""
+        """A peer cannot be connected anew: what waits for it is lost."""
         actions: list[ReceiveAction] = []
-        for receive in self._retrying(peer):
-            actions += self._lose(receive, FailedForGood(), Outcome.RECEIVE_FAILED, reason, now)
+        for receive in self._waiting(peer):
+            whole = f"{reason}; before that: {receive.why_again}" if receive.why_again else reason
+            actions += self._lose(receive, FailedForGood(), Outcome.RECEIVE_FAILED, whole, now)
         return actions
 
-    def _retrying(self, peer: PeerKey) -> list[Receive]:
+    def agent_destroyed(self, reason: str, now: float) -> list[ReceiveAction]:
+        """Every transfer has ended: what was lost is reported, what was not begins anew with its peer."""
+        actions: list[ReceiveAction] = []
+        for receive in list(self._receives.values()):
+            if receive.state is ReceiveState.DRAINING:
+                actions += self._drained(receive, now)
+            elif receive.state is not ReceiveState.WAITING:
+                self._advance(receive, AgentDestroyed(), now)
+                receive.why_again = reason
+        return actions
+
+    def _waiting(self, peer: PeerKey) -> list[Receive]:
         receives = self._receives.values()
-        return [r for r in receives if r.state is ReceiveState.RETRYING and r.request.peer == peer]
+        return [r for r in receives if r.state is ReceiveState.WAITING and r.request.peer == peer]
 
     def fail_all(self, reason: str, now: float) -> list[ReceiveAction]:
         """Every transfer has been ended from outside, because of a bug: every receive is over."""
@@ -318,17 +348,18 @@ class ReceiveBook:
 
     def pass_time(self, now: float) -> list[ReceiveAction]:
         """Give up receives whose deadline has passed; ask for the agent's end when one does not drain."""
-        stuck = ""
+        stuck: list[Receive] = []
         actions: list[ReceiveAction] = []
         for receive in [receive for receive in self._receives.values() if receive.deadline <= now]:
             if receive.state is ReceiveState.DRAINING:
-                stuck = str(receive.story)
+                stuck.append(receive)
                 receive.deadline = now + self._policy.drain_seconds
             else:
                 reason = f"no answer from {receive.request.peer} within {self._policy.read_seconds} s"
                 actions += self._lose(receive, DeadlinePassed(), Outcome.RECEIVE_TIMED_OUT, reason, now)
         if stuck:
-            actions.append(RebuildAgent(f"a transfer did not end within {self._policy.drain_seconds} s: {stuck}"))
+            reason = f"a transfer did not end within {self._policy.drain_seconds} s: {stuck[0].story}"
+            actions.append(RebuildAgent(frozenset(receive.request.peer for receive in stuck), reason))
         return actions
 
     def uses(self, peer: PeerKey) -> bool:

@@ -43,9 +43,21 @@ class Connections:
         return self._peers.get(key)
 
     def connect(self, order: ConnectPeer, now: float) -> None:
-        """Make a peer readable. Trouble is blamed on it."""
+        """Make a peer readable, at once or, while another key still names its agent, by ``mend``.
+
+        Trouble is blamed on the peer.
+        """
         self._peers[order.key] = RemotePeer.from_welcome(order.welcome, self._rank)
-        self._open(order.key, now)
+        if self._is_taken(order.key):
+            self._broken.add(order.key)
+        else:
+            self._open(order.key, now)
+
+    def _is_taken(self, key: PeerKey) -> bool:
+        """Whether a peer that leaves has the same agent: a transport knows an agent under one key."""
+        name = self._peers[key].served.memory.agent_name
+        leaving = (self._peers[other] for other in self._leaving - {key} if other in self._peers)
+        return any(peer.served.memory.agent_name == name for peer in leaving)
 
     def _open(self, key: PeerKey, now: float) -> str | None:
         peer = self._peers[key]
@@ -76,15 +88,19 @@ class Connections:
         """A read from a peer failed: ``mend`` shall connect it anew."""
         self._broken.add(key)
 
+    def is_broken(self, key: PeerKey) -> bool:
+        """Whether a peer waits for ``mend``: nothing more shall be read from it before."""
+        return key in self._broken
+
     def mend(self, is_read: Callable[[PeerKey], bool], now: float) -> Iterator[tuple[PeerKey, str | None]]:
         """Connect broken peers anew, each as soon as ``is_read`` says that no read from it is outstanding.
 
         Yields each with the reason why that is not possible, or None.
         """
         warming = {warm_up.key for warm_up in self._warm_ups.values()}
-        for key in [key for key in self._broken if not is_read(key) and key not in warming]:
-            self._broken.discard(key)
-            if key in self._peers:
+        for key in sorted(self._broken - warming):
+            if not is_read(key) and not self._is_taken(key):
+                self._broken.discard(key)
                 yield key, self._reopen(key, now)
 
     def _reopen(self, key: PeerKey, now: float) -> str | None:
@@ -132,6 +148,6 @@ class Connections:
             self._transport.remove_peer(key)
 
     @property
-    def num_warm_ups(self) -> int:
-        """Reads that have to be polled."""
-        return len(self._warm_ups)
+    def num_pending(self) -> int:
+        """Warm-ups and broken peers, which have to be looked at again soon."""
+        return len(self._warm_ups) + len(self._broken)

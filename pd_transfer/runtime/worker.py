@@ -4,14 +4,14 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from pd_transfer.core.admissions import AbortReceive, StartReceive
 from pd_transfer.core.layout import DescriptorRow, EngineLayout
 from pd_transfer.core.messages import one_line
-from pd_transfer.core.outcomes import Level, Outcome
+from pd_transfer.core.outcomes import Level, Outcome, Quantity
 from pd_transfer.core.params import PeerKey, RequestId, Transfer
 from pd_transfer.core.peers import ConnectPeer, RetirePeer
 from pd_transfer.core.plan import ReadPlan, Uncovered
@@ -119,7 +119,8 @@ class PullLoop:
             case ConnectPeer():
                 self._connections.connect(order, now)
             case StartReceive():
-                self._act(self._book.start(self._plan(order), now), now)
+                waits = self._connections.is_broken(order.peer)
+                self._act(self._book.start(self._plan(order), now, waits=waits), now)
             case AbortReceive():
                 self._act(self._book.handle(AbortRequested(order.request_id), now), now)
             case RetirePeer():
@@ -139,19 +140,18 @@ class PullLoop:
             if self._outstanding.get(request_id) is outstanding:
                 self._poll_receive(request_id, outstanding, now)
         if reason := self._connections.poll(now):
-            self._rebuild(reason, now)
+            self._rebuild((), reason, now)
         self._act(self._book.pass_time(now), now)
         self._mend(now)
         self._connections.forget_leaving(self._book.uses)
 
     def _mend(self, now: float) -> None:
-        """Last in a turn, so that no broken connection waits while nothing is polled."""
+        # A peer that comes back under another key waits for the former one to go.
+        self._connections.forget_leaving(self._book.uses)
         read = {outstanding.peer for outstanding in self._outstanding.values()}
         for key, trouble in self._connections.mend(read.__contains__, now):
-            if trouble is None:
-                self._act(self._book.reconnected(key, now), now)
-            else:
-                self._act(self._book.not_reconnected(key, trouble, now), now)
+            actions = self._book.not_reconnected(key, trouble, now) if trouble else self._book.reconnected(key, now)
+            self._act(actions, now)
 
     def _poll_receive(self, request_id: RequestId, outstanding: Outstanding, now: float) -> None:
         event: ReceiveEvent
@@ -170,22 +170,27 @@ class PullLoop:
         del self._outstanding[request_id]
         self._act(self._book.handle(event, now), now)
 
-    def _act(self, actions: list[ReceiveAction], now: float) -> None:
-        for action in actions:
+    def _act(self, actions: Sequence[ReceiveAction], now: float) -> None:
+        # Reports first: the book has forgotten their receives, so that nobody would make up for one that is skipped.
+        for action in sorted(actions, key=lambda action: not isinstance(action, ReportReceive)):
             match action:
                 case SubmitRead():
                     self._submit_read(action, now)
                 case SubmitWordRead(request):
                     self._submit_word_read(request, now)
-                case ReconnectPeer():
-                    self._reconnect(action)
+                case ReconnectPeer(peer):
+                    self._connections.mark_broken(peer)
                 case ReportReceive():
                     self._report(action)
-                case RebuildAgent(reason):
-                    self._rebuild(reason, now)
+                case RebuildAgent(peers, reason):
+                    self._rebuild(peers, reason, now)
 
     def _submit_read(self, action: SubmitRead, now: float) -> None:
         request, plan = action.request, action.plan
+        if action.why_again:
+            why = one_line(action.why_again)
+            logger.warning("%s: reading from %s is tried once more: %s", request.request_id, request.peer, why)
+            self.report.outcomes[Outcome.RECEIVE_RETRIED] += 1
         if len(plan.local) == 0:
             # Everything came from the prefix cache; the word still says whether the lease held.
             self._act(self._book.handle(ReadCompleted(request.request_id), now), now)
@@ -202,32 +207,34 @@ class PullLoop:
         except TransportError as error:
             self._act(self._book.handle(TransferFailed(request.request_id, str(error)), now), now)
 
-    def _reconnect(self, action: ReconnectPeer) -> None:
-        request = action.request
-        reason = one_line(action.reason)
-        logger.warning("%s: reading from %s is tried once more: %s", request.request_id, request.peer, reason)
-        self.report.outcomes[Outcome.RECEIVE_RETRIED] += 1
-        self._connections.mark_broken(request.peer)
-
     def _report(self, action: ReportReceive) -> None:
         request, plan = action.request, action.request.plan
         result = ReceiveResult(request.request_id, action.outcome, action.reason)
-        peer = self._connections.find(request.peer)
-        if action.outcome is Outcome.RECEIVE_VERIFIED and isinstance(plan, ReadPlan) and peer is not None:
-            quantities = peer.quantities(request, plan, action.seconds, self._local_rows)
+        if action.outcome is Outcome.RECEIVE_VERIFIED and isinstance(plan, ReadPlan):
+            quantities = self._measure(request, plan, action.seconds)
             result = ReceiveResult(request.request_id, action.outcome, "", plan.num_blocks_by_group, quantities)
         elif action.outcome in (Outcome.RECEIVE_FAILED, Outcome.RECEIVE_TIMED_OUT):
             self._connections.blame(request.peer, action.reason)
         self.report.results.append(result)
 
-    def _rebuild(self, reason: str, now: float) -> None:
-        logger.error("the pull agent is destroyed and rebuilt, and all peers are connected anew: %s", reason)
-        lost = self._renew_agent()
-        for request_id in lost:
-            self._act(self._book.handle(TransferFailed(request_id, reason), now), now)
+    def _measure(self, request: ReceiveRequest, plan: ReadPlan, seconds: float) -> Counter[Quantity]:
+        peer = self._connections.find(request.peer)
+        assert peer is not None  # it was read from
+        try:
+            return peer.quantities(request, plan, seconds, self._local_rows)
+        except Exception:
+            logger.exception("internal error: a good read is not measured")
+            self.report.outcomes[Outcome.INTERNAL_ERROR] += 1
+            return Counter()
 
-    def _renew_agent(self) -> list[RequestId]:
-        """End every transfer; the requests whose transfers these were."""
+    def _rebuild(self, peers: Iterable[PeerKey], reason: str, now: float) -> None:
+        logger.error("the pull agent is destroyed and rebuilt, and its peers are connected anew: %s", reason)
+        for peer in peers:
+            self._connections.blame(peer, "a transfer from it did not end")
+        self._renew_agent()
+        self._act(self._book.agent_destroyed(reason, now), now)
+
+    def _renew_agent(self) -> None:
         try:
             self._transport.rebuild()
         except Exception:
@@ -236,11 +243,9 @@ class PullLoop:
             self._transport.close()
         for outstanding in self._outstanding.values():
             self._transport.release(outstanding.transfer)
-        lost = list(self._outstanding)
         self._outstanding.clear()
         self._connections.all_broken()
         self.report.outcomes[Outcome.AGENT_REBUILT] += 1
-        return lost
 
     def fail_everything(self, now: float) -> None:
         """An exception that should not exist was contained: end every transfer and fail every receive."""
@@ -255,8 +260,8 @@ class PullLoop:
 
     @property
     def num_outstanding(self) -> int:
-        """Transfers that have to be polled."""
-        return len(self._outstanding) + self._connections.num_warm_ups
+        """Transfers and connections that have to be looked at again soon."""
+        return len(self._outstanding) + self._connections.num_pending
 
     def next_deadline(self) -> float | None:
         """When ``poll`` next has a deadline to look at."""

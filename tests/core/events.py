@@ -219,9 +219,9 @@ class TrustingBook(ReceiveBook):
         super().__init__(*arguments)
         self.expected: dict[str, int] = {}
 
-    def start(self, request, now):
+    def start(self, request, now, **options):
         self.expected[request.request_id] = request.expected_word
-        return super().start(request, now)
+        return super().start(request, now, **options)
 
     def handle(self, event, now):
         if isinstance(event, WordArrived):

@@ -295,7 +295,7 @@ class Worker:
                 if not self.system.engines[welcome.engine.engine_boot].is_serving:
                     self.break_connection(key)
             case StartReceive():
-                self.act(self.book.start(self.plan(order), now))
+                self.act(self.book.start(self.plan(order), now, waits=order.peer in self.reconnecting))
             case AbortReceive(request_id):
                 self.act(self.book.handle(AbortRequested(request_id), now))
             case RetirePeer(key):
@@ -327,11 +327,13 @@ class Worker:
                     self.submit(request, [(to % NUM_BLOCKS, of % NUM_BLOCKS) for to, of in pairs], is_word=False)
                 case SubmitWordRead(request):
                     self.submit(request, [], is_word=True)
-                case ReconnectPeer(request):
-                    self.reconnecting.add(request.peer)
+                case ReconnectPeer(peer):
+                    self.reconnecting.add(peer)
                 case ReportReceive():
                     self.report(action)
-                case RebuildAgent():
+                case RebuildAgent(peers):
+                    for key in peers:
+                        self.break_connection(key)
                     self.rebuild()
 
     def submit(self, request: ReceiveRequest, copies: list[tuple[int, int]], is_word: bool) -> None:
@@ -389,9 +391,9 @@ class Worker:
 
     def rebuild(self) -> None:
         """Nothing can write any more; what was not stuck begins anew."""
-        lost, self.transfers = self.transfers, {}
-        for request_id in lost:
-            self.act(self.book.handle(TransferFailed(request_id, "rebuilt"), self.system.now))
+        self.transfers.clear()
+        self.act(self.book.agent_destroyed("rebuilt", self.system.now))
+        self.reconnecting.update(self.peers)
         self.mend()
 
     def report(self, action: ReportReceive) -> None:

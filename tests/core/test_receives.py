@@ -12,6 +12,7 @@ from pd_transfer.core.plan import ReadPlan, Uncovered
 from pd_transfer.core.receives import (
     RECEIVE_TABLE,
     AbortRequested,
+    AgentDestroyed,
     DeadlinePassed,
     DrainedAfterAbort,
     DrainedAfterFailure,
@@ -68,7 +69,7 @@ def verifying() -> ReceiveBook:
 
 def retrying(make_book=reading) -> ReceiveBook:
     book = make_book()
-    assert book.handle(TransferFailed(R1, "reset"), 2) == [ReconnectPeer(REQUEST, "reset")]
+    assert book.handle(TransferFailed(R1, "reset"), 2) == [ReconnectPeer(PEER)]
     return book
 
 
@@ -88,20 +89,22 @@ S = ReceiveState
 LEGAL = {
     (S.TRANSFERRING, ReadCompleted): S.VERIFYING,
     (S.TRANSFERRING, NotCovered): S.FAILED,
-    (S.TRANSFERRING, TransferFailed): S.RETRYING,
+    (S.TRANSFERRING, TransferFailed): S.WAITING,
+    (S.TRANSFERRING, AgentDestroyed): S.WAITING,
+    (S.VERIFYING, AgentDestroyed): S.WAITING,
     (S.TRANSFERRING, FailedForGood): S.FAILED,
     (S.TRANSFERRING, DeadlinePassed): S.DRAINING,
     (S.TRANSFERRING, AbortRequested): S.DRAINING,
     (S.VERIFYING, WordMatched): S.COMPLETED,
     (S.VERIFYING, WordChanged): S.FAILED,
-    (S.VERIFYING, TransferFailed): S.RETRYING,
+    (S.VERIFYING, TransferFailed): S.WAITING,
     (S.VERIFYING, FailedForGood): S.FAILED,
     (S.VERIFYING, DeadlinePassed): S.DRAINING,
     (S.VERIFYING, AbortRequested): S.DRAINING,
-    (S.RETRYING, PeerReconnected): S.TRANSFERRING,
-    (S.RETRYING, FailedForGood): S.FAILED,
-    (S.RETRYING, DeadlinePassed): S.FAILED,
-    (S.RETRYING, AbortRequested): S.ABORTED,
+    (S.WAITING, PeerReconnected): S.TRANSFERRING,
+    (S.WAITING, FailedForGood): S.FAILED,
+    (S.WAITING, DeadlinePassed): S.FAILED,
+    (S.WAITING, AbortRequested): S.ABORTED,
     (S.DRAINING, DrainedAfterFailure): S.FAILED,
     (S.DRAINING, DrainedAfterAbort): S.ABORTED,
 }
@@ -111,6 +114,7 @@ EVENTS = (
     WordChanged(),
     NotCovered(),
     TransferFailed(R1, ""),
+    AgentDestroyed(),
     PeerReconnected(),
     FailedForGood(),
     AbortRequested(R1),
@@ -140,7 +144,7 @@ def test_events_out_of_order_raise_with_the_story_and_change_nothing(book, event
     with pytest.raises(InvalidTransitionError, match="story of receive r1"):
         book.handle(event, 2)
     assert (book.request_ids, book.next_deadline(), book.num_quarantined_blocks) == before
-    assert book.handle(TransferFailed(R1, "reset"), 3) == [ReconnectPeer(REQUEST, "reset")]
+    assert book.handle(TransferFailed(R1, "reset"), 3) == [ReconnectPeer(PEER)]
 
 
 # --------------------------------------------------------------------------------------------------------- good and bad
@@ -204,7 +208,7 @@ def test_a_receive_whose_transfer_fails_begins_anew(make_book):
     book = retrying(make_book)
     assert book.uses(PEER)
     assert book.num_quarantined_blocks == 0
-    assert book.reconnected(PEER, 3) == [SubmitRead(REQUEST, PLAN)]
+    assert book.reconnected(PEER, 3) == [SubmitRead(REQUEST, PLAN, "reset")]
     assert book.next_deadline() == 30, "a second try gets no time of its own"
     assert book.handle(ReadCompleted(R1), 4) == [SubmitWordRead(REQUEST)]
     assert book.handle(WordArrived(R1, WORD), 5) == [report(Outcome.RECEIVE_VERIFIED, "", 5)]
@@ -217,7 +221,8 @@ def test_there_is_no_third_try(num_reads):
     book.reconnected(PEER, 3)
     for _ in range(num_reads):
         book.handle(ReadCompleted(R1), 4)
-    assert book.handle(TransferFailed(R1, "again"), 5) == [report(Outcome.RECEIVE_FAILED, "again", 5)]
+    both = "again; before that: reset"
+    assert book.handle(TransferFailed(R1, "again"), 5) == [report(Outcome.RECEIVE_FAILED, both, 5)]
     assert is_idle(book)
 
 
@@ -230,15 +235,37 @@ def test_the_word_decides_on_the_second_try_too():
 
 
 def test_a_peer_that_cannot_be_reached_ends_the_receive():
-    assert retrying().not_reconnected(PEER, "refused", 3) == [report(Outcome.RECEIVE_FAILED, "refused", 3)]
+    both = "refused; before that: reset"
+    assert retrying().not_reconnected(PEER, "refused", 3) == [report(Outcome.RECEIVE_FAILED, both, 3)]
 
 
 def test_only_the_failed_receives_of_the_peer_begin_anew():
     book = retrying()
     book.start(request(R2), 2)
     assert book.reconnected(OTHER_PEER, 3) == book.not_reconnected(OTHER_PEER, "refused", 3) == []
-    assert book.reconnected(PEER, 3) == [SubmitRead(REQUEST, PLAN)]
+    assert book.reconnected(PEER, 3) == [SubmitRead(REQUEST, PLAN, "reset")]
     assert book.reconnected(PEER, 4) == [], "it is being read already"
+
+
+def test_a_receive_may_wait_for_its_peer_from_the_start():
+    """Others' reads would put off the moment in which the peer can be connected anew."""
+    book = ReceiveBook(POLICY)
+    assert book.start(REQUEST, 0, waits=True) == []
+    assert book.reconnected(PEER, 3) == [SubmitRead(REQUEST, PLAN)]
+    assert book.handle(TransferFailed(R1, "reset"), 4) == [ReconnectPeer(PEER)], "that was its first try"
+    book = ReceiveBook(POLICY)
+    book.start(REQUEST, 0, waits=True)
+    assert book.not_reconnected(PEER, "refused", 3) == [report(Outcome.RECEIVE_FAILED, "refused", 3)]
+
+
+@pytest.mark.parametrize("make_book", [reading, verifying])
+def test_a_transfer_that_ended_with_the_agent_costs_no_try(make_book):
+    book = make_book()
+    assert book.agent_destroyed("rebuilt", 2) == []
+    assert book.agent_destroyed("rebuilt again", 2) == [], "nothing was under way"
+    assert book.reconnected(PEER, 3) == [SubmitRead(REQUEST, PLAN, "rebuilt")]
+    assert book.handle(TransferFailed(R1, "reset"), 4) == [ReconnectPeer(PEER)]
+    assert book.reconnected(PEER, 5) == [SubmitRead(REQUEST, PLAN, "reset")]
 
 
 def test_waiting_for_a_second_try_has_a_deadline():
@@ -313,10 +340,10 @@ def test_the_agent_is_rebuilt_when_a_transfer_does_not_end():
     (rebuild,) = book.pass_time(50)
     assert isinstance(rebuild, RebuildAgent)
     assert rebuild.reason.startswith("a transfer did not end within 20 s: story of receive r1:")
-    ((late,), (healthy,)) = [book.handle(TransferFailed(each, "rebuilt"), 51) for each in book.request_ids]
+    assert rebuild.peers == {PEER}
+    (late,) = book.agent_destroyed("rebuilt", 51)
     assert late.outcome is Outcome.RECEIVE_TIMED_OUT
-    assert isinstance(healthy, ReconnectPeer), "it was not the one that did not end"
-    assert book.request_ids == (R2,)
+    assert book.request_ids == (R2,), "it was not the one that did not end"
 
 
 def test_a_rebuild_that_does_not_help_is_asked_for_again():
@@ -329,9 +356,10 @@ def test_a_rebuild_that_does_not_help_is_asked_for_again():
 
 def test_several_stuck_transfers_ask_for_one_rebuild():
     book = reading()
-    book.start(request(R2), 0)
+    book.start(request(R2, OTHER_PEER), 0)
     book.pass_time(30)
-    assert len(book.pass_time(50)) == 1
+    (rebuild,) = book.pass_time(50)
+    assert rebuild.peers == {PEER, OTHER_PEER}
 
 
 # ---------------------------------------------------------------------------------------------------------------- races
