@@ -4,7 +4,7 @@ import difflib
 import ipaddress
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -132,9 +132,27 @@ def may_ask(config: PdConfig, host: str, port: int) -> bool:
     """
     if not config.key_file and not config.allowed_peers:
         return config.insecure or is_loopback(host)
-    if (host, port) in map(parse_host_port, config.peers):
+    plain = _plain(host)
+    if any((plain, port) == (_plain(name), number) for name, number in map(parse_host_port, config.peers)):
         return True
-    return any(_covers(_network_or_host(entry), host) for entry in config.allowed_peers)
+    return any(_covers(_network_or_host(entry), plain) for entry in config.allowed_peers)
+
+
+def check_asker(config: PdConfig) -> None:
+    """For an engine that only asks. Raises ConfigError when its settings leave it nobody to ask."""
+    if config.key_file and not config.peers and not config.allowed_peers:
+        raise ConfigError(
+            "this engine only receives KV, and with key_file it asks nobody but whom 'peers' and 'allowed_peers' name, "
+            "which are both empty: list the prefill engines in 'peers', or their network in 'allowed_peers'"
+        )
+
+
+def _plain(host: str) -> str:
+    """One spelling for each address and name."""
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return host.lower()
 
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -156,7 +174,7 @@ def _network_or_host(entry: str) -> _Network | str:
 
 def _covers(allowed: _Network | str, host: str) -> bool:
     if isinstance(allowed, str):
-        return allowed == host.lower()
+        return allowed == host
     try:
         return ipaddress.ip_address(host) in allowed
     except ValueError:
@@ -188,19 +206,30 @@ def bind_host(config: PdConfig) -> str:
     return "0.0.0.0" if _is_trusted(config) else "127.0.0.1"  # noqa: S104 - with keys, or the operator's word
 
 
-def advertised_host(config: PdConfig) -> str:
-    """What decode engines are told: never ``localhost`` unless the side channel listens only there."""
+def routable_address() -> str | None:
+    """This host's address on the route to the outside; None without such a route. Nothing is sent for it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # only picks a route
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def advertised_host(config: PdConfig, find_address: Callable[[], str | None] = routable_address) -> str:
+    """What decode engines are told: where the side channel listens, or ``find_address`` when that is everywhere.
+
+    Raises ConfigError when there is no address to tell.
+    """
     if config.advertise_host:
         return config.advertise_host
     bound = bind_host(config)
-    return _routable_address() if bound in ("0.0.0.0", "::", "*") else bound  # noqa: S104 - a comparison
-
-
-def _routable_address() -> str:
-    """This host's address on the route to the outside. Nothing is sent: connecting a UDP socket only picks a route."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
+    if bound not in ("0.0.0.0", "::", "*"):  # noqa: S104 - a comparison
+        return bound
+    address = find_address()
+    if address is None:
+        raise ConfigError(
+            f"the side channel listens on {bound}, and this host has no default route that would tell its address: "
+            "set advertise_host to what decode engines can connect to"
+        )
+    return address

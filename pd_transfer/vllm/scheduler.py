@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from pd_transfer.config import PdConfig, advertised_host, bind_host, may_ask, parse_host_port
+from pd_transfer.config import PdConfig, advertised_host, bind_host, check_asker, may_ask, parse_host_port
 from pd_transfer.core.admissions import AdmissionBook, AskAgain
 from pd_transfer.core.layout import BlockRun
 from pd_transfer.core.leases import LeaseBook, LeasePolicy
@@ -49,7 +49,10 @@ _RENEWALS_PER_PERIOD = 3
 
 
 class SchedulerHalf:
-    """Built with the scheduler; ``start`` completes it once the workers have described themselves."""
+    """Built with the scheduler; ``start`` completes it once the workers have described themselves.
+
+    Raises ConfigError when an engine that only asks has nobody to ask.
+    """
 
     def __init__(self, config: PdConfig, parts: Parts, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         transfer = vllm_config.kv_transfer_config
@@ -58,6 +61,8 @@ class SchedulerHalf:
         self._parts = parts
         self._vllm_config = vllm_config
         self._serves, self._pulls = transfer.is_kv_producer, transfer.is_kv_consumer
+        if not self._serves:
+            check_asker(config)
         self._block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
         self._hash_block_size = kv_cache_config.hash_block_size or min(self._block_sizes)
         self._pool: BlockPool | None = None
@@ -75,8 +80,9 @@ class SchedulerHalf:
         ranks = [workers[rank] for rank in sorted(workers)]
         engine = self._describe(ranks)
         where = Address(bind_host(self._config), self._config.side_channel_port) if self._serves else None
+        host = "" if where is None else advertised_host(self._config)
         side_channel = self._parts.open_side_channel(where)
-        address = Address(advertised_host(self._config), side_channel.bound_port or 0)
+        address = Address(host, side_channel.bound_port or 0)
         prefill = self._prefill_side(engine, ranks, address) if self._serves else None
         decode = self._decode_side(engine) if self._pulls else None
         self._runtime = SchedulerRuntime(prefill, decode, side_channel)

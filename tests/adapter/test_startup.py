@@ -119,6 +119,17 @@ def test_settings_that_cannot_work_are_named(config, extra, said):
         make(config, [group(0, spec=FULL)])
 
 
+def test_a_consumer_with_keys_is_told_whom_to_ask(config):
+    transfer = config.kv_transfer_config
+    transfer.kv_role, transfer.kv_connector_extra_config = "kv_consumer", {"key_file": "k"}
+    with pytest.raises(ConfigError, match="list the prefill engines in 'peers'"):
+        make(config, [group(0, spec=FULL)])
+    transfer.kv_connector_extra_config = {"key_file": "k", "allowed_peers": ["10.0.0.0/8"]}
+    make(config, [group(0, spec=FULL)])
+    transfer.kv_role, transfer.kv_connector_extra_config = "kv_both", {"key_file": "k"}
+    make(config, [group(0, spec=FULL)])
+
+
 def test_workers_of_another_connector(lab):
     engine = lab.engine("x")
     with pytest.raises(ConfigError, match="another connector's workers"):

@@ -3,6 +3,7 @@
 import contextlib
 import ipaddress
 import re
+import socket
 
 import pytest
 from hypothesis import given
@@ -14,10 +15,12 @@ from pd_transfer.config import (
     PdConfig,
     advertised_host,
     bind_host,
+    check_asker,
     is_loopback,
     load_config,
     may_ask,
     parse_host_port,
+    routable_address,
 )
 from pd_transfer.errors import ConfigError
 
@@ -197,6 +200,11 @@ POLICIES = {
         ["10.0.0.5", "::1"],
         ["prefill-0"],
     ),
+    "spellings": (
+        {"key_file": "k", "peers": ["Prefill-0:5600", "[2001:DB8:0::1]:5600"], "allowed_peers": ["PREFILL-1"]},
+        ["prefill-0", "PREFILL-0", "2001:db8::1", "2001:0db8::0001", "Prefill-1"],
+        ["prefill-2", "2001:db8::2", "[2001:db8::1]"],
+    ),
     "keys and a peer": ({"key_file": "k", "peers": ["prefill-0:5600"]}, ["prefill-0"], ["10.0.0.5"]),
 }
 
@@ -211,6 +219,14 @@ def test_whom_decode_may_ask(extra, allowed, others):
 def test_a_peer_is_allowed_at_its_port_only():
     config = load_config({"key_file": "k", "peers": ["10.0.0.5:5600"]}, {})
     assert [port for port in (22, 5599, 5600, 5601) if may_ask(config, "10.0.0.5", port)] == [5600]
+
+
+def test_who_only_asks_and_has_keys_is_told_whom():
+    with pytest.raises(ConfigError, match="list the prefill engines in 'peers', or their network in 'allowed_peers'"):
+        check_asker(PdConfig(key_file="k"))
+    check_asker(PdConfig(key_file="k", peers=("10.0.0.5:5600",)))
+    check_asker(PdConfig(key_file="k", allowed_peers=("10.0.0.0/8",)))
+    check_asker(PdConfig())
 
 
 @given(st.text(), st.integers())
@@ -236,5 +252,24 @@ def test_where_to_listen_and_what_to_advertise(config, bound, advertised):
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
 def test_who_listens_everywhere_advertises_an_address_that_can_be_reached(host):
-    advertised = advertised_host(PdConfig(insecure=True, side_channel_host=host))
-    assert not ipaddress.ip_address(advertised).is_unspecified
+    config = PdConfig(insecure=True, side_channel_host=host)
+    assert advertised_host(config, lambda: "10.0.0.5") == "10.0.0.5"
+    assert advertised_host(PdConfig(), lambda: "10.0.0.5") == "127.0.0.1"
+
+
+@pytest.mark.parametrize("trust", [{"insecure": True}, {"key_file": "k"}], ids=str)
+def test_who_listens_everywhere_and_has_no_route_must_be_told_its_address(trust):
+    """The loopback would be a wrong answer that nobody sees: every decode engine would ask itself."""
+    with pytest.raises(ConfigError, match=r"listens on 0\.0\.0\.0.* set advertise_host"):
+        advertised_host(PdConfig(**trust), lambda: None)
+    assert advertised_host(PdConfig(**trust, advertise_host="prefill-0"), lambda: None) == "prefill-0"
+    assert advertised_host(PdConfig(**trust, side_channel_host="10.0.0.5"), lambda: None) == "10.0.0.5"
+    assert advertised_host(PdConfig(), lambda: None) == "127.0.0.1"
+
+
+def test_the_routable_address_is_one_of_this_host():
+    address = routable_address()
+    if address is not None:
+        assert not ipaddress.ip_address(address).is_unspecified
+        with socket.socket() as own:
+            own.bind((address, 0))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pd_transfer.cli.main import main
-from pd_transfer.config import PdConfig, advertised_host
+from pd_transfer.config import PdConfig, routable_address
 from pd_transfer.core.messages import Hello, encode
 from pd_transfer.core.outcomes import Outcome
 from pd_transfer.core.params import Address
@@ -20,7 +20,7 @@ from tests.stack.exactness import hand_off, random_prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-HOST = advertised_host(PdConfig(insecure=True))
+HOST = routable_address() or "127.0.0.1"
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,8 @@ def pair(keys: Path) -> Iterator[Pair]:
     decode = {"key_file": str(keys / "decode.key"), "allowed_peers": [HOST]}
     prefill, _ = same_settings(TINY_HYBRID, *arguments)
     _, decoding = same_settings(TINY_HYBRID, *arguments, extra=decode)
-    with running_pair("keys", replace(prefill, extra={"key_file": str(keys / "prefill.key")}), decoding) as pair:
+    serving = {"key_file": str(keys / "prefill.key"), "advertise_host": HOST}
+    with running_pair("keys", replace(prefill, extra=serving), decoding) as pair:
         yield pair
 
 
