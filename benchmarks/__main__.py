@@ -12,6 +12,7 @@ from collections.abc import Sequence
 BENCHMARKS = {
     "plan": ("benchmarks.plan.bench", "bytes, descriptors and planning time for the geometries of real models"),
     "idle": ("benchmarks.idle_cost", "CPU of an idle pair of engines, and with 100 leases waiting"),
+    "scale": ("benchmarks.scale.bench", "1,000 x 1,000 engines, simulated from unit costs that are measured here"),
 }
 
 

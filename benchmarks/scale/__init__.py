@@ -1,0 +1,1 @@
+"""A large deployment, simulated from unit costs that are measured here."""
