@@ -1,7 +1,11 @@
 """``pdt keys``: make a deployment's key files, and let engines in or out. See docs/adr/0007."""
 
 import argparse
+import contextlib
+import fcntl
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +17,7 @@ from pd_transfer.sidechannel.curve import (
     new_client_keys,
     new_server_keys,
     read_keys,
+    removed_on_failure,
     replace_keys,
     write_keys,
 )
@@ -46,6 +51,11 @@ def add_to(commands: "Commands") -> None:
 def _new(arguments: argparse.Namespace) -> None:
     folder: Path = arguments.folder
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _locked(folder):
+        _make(folder)
+
+
+def _make(folder: Path) -> None:
     server = new_server_keys(SERVER)
     client = new_client_keys(server)
     files = {
@@ -62,26 +72,40 @@ def _new(arguments: argparse.Namespace) -> None:
 def _add(arguments: argparse.Namespace) -> None:
     name = _valid_name(arguments.name)
     server_path, path = arguments.folder / f"{SERVER}.key", arguments.folder / f"{name}.key"
-    server = read_keys(server_path)
-    if name in server.clients:
-        raise ConfigError(f"{server_path} lists {name!r} already; remove it first, or choose another name")
-    _must_be_new(path)
-    client = new_client_keys(server)
-    write_keys(path, client)
-    replace_keys(server_path, _with_clients(server, {**server.clients, name: client.client_public}))
+    with _locked(arguments.folder):
+        server = read_keys(server_path)
+        if name in server.clients:
+            raise ConfigError(f"{server_path} lists {name!r} already; remove it first, or choose another name")
+        _must_be_new(path)
+        client = new_client_keys(server)
+        write_keys(path, client)
+        with removed_on_failure(path):  # nobody would list it
+            replace_keys(server_path, _with_clients(server, {**server.clients, name: client.client_public}))
     print(f"{path}: set it as key_file on the new engine; {_RESTART}")
 
 
 def _remove(arguments: argparse.Namespace) -> None:
     name = _valid_name(arguments.name)
     server_path = arguments.folder / f"{SERVER}.key"
-    server = read_keys(server_path)
-    if name not in server.clients:
-        raise ConfigError(f"{server_path} does not list {name!r}; it lists {', '.join(server.clients)}")
-    others = {other: key for other, key in server.clients.items() if other != name}
-    replace_keys(server_path, _with_clients(server, others))
-    (arguments.folder / f"{name}.key").unlink(missing_ok=True)
+    with _locked(arguments.folder):
+        server = read_keys(server_path)
+        if name not in server.clients:
+            raise ConfigError(f"{server_path} does not list {name!r}; it lists {', '.join(server.clients)}")
+        others = {other: key for other, key in server.clients.items() if other != name}
+        replace_keys(server_path, _with_clients(server, others))
+        (arguments.folder / f"{name}.key").unlink(missing_ok=True)
     print(f"{name} is not listed any more; {_RESTART}: until then it keeps what it has")
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Two commands at once would each write back the list that they read."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _with_clients(server: CurveKeys, clients: dict[str, str]) -> CurveKeys:

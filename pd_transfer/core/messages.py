@@ -4,6 +4,8 @@ One byte of protocol version, then a msgpack map tagged with the message's name.
 are not a message become ``Malformed``.
 """
 
+from typing import Any
+
 import msgspec
 
 from pd_transfer.core.layout import EngineLayout, RemoteMemory, invalid_layout, layout_mismatch
@@ -56,6 +58,11 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     def __repr__(self) -> str:
         """Without the grant key and the memory keys: orders and stories, which carry welcomes, end up in logs."""
         return f"Welcome({self.engine.engine_id!r}, boot {self.engine.engine_boot!r}, {len(self.ranks)} ranks)"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        """What rich's tracebacks show of it; msgspec's own would show every field."""
+        engine = self.engine
+        return [("engine_id", engine.engine_id), ("boot", engine.engine_boot), ("num_ranks", len(self.ranks))]
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -85,6 +85,48 @@ def test_add_and_remove(folder):
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
 
 
+def test_engines_that_are_added_at_the_same_time_are_all_listed(folder):
+    run("new", folder)
+    names_added = [f"decode-{number}" for number in range(6)]
+    add = "import sys; from pd_transfer.cli.main import main; input(); sys.exit(main(['keys', 'add', *sys.argv[1:]]))"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", add, str(folder), name], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+        )
+        for name in names_added
+    ]
+    for each in started:
+        each.stdin.write(b"\n")
+        each.stdin.close()
+    assert [each.wait(60) for each in started] == [0] * len(started)
+    server = read_keys(folder / "prefill.key")
+    assert {
+        name: read_keys(folder / f"{name}.key").client_public for name in names_added
+    }.items() <= server.clients.items()
+    assert names(folder) == {"prefill.key", "decode.key", *(f"{name}.key" for name in names_added)}
+
+
+FAILING_ADD = """
+import resource, sys
+from pd_transfer.cli.main import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
+sys.exit(main(["keys", "add", sys.argv[2], "decode-2"]))
+"""
+
+
+@pytest.mark.parametrize("room", ["for neither file", "for the new file only"])
+def test_a_disk_that_is_full_changes_nothing(folder, room):
+    run("new", folder)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    num_bytes = (folder / "decode.key").stat().st_size + (-1 if room == "for neither file" else 0)
+    assert (folder / "prefill.key").stat().st_size > num_bytes
+    command = [sys.executable, "-c", FAILING_ADD, str(num_bytes), str(folder)]
+    failed = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (failed.returncode, failed.stderr) == (1, "pdt: [Errno 27] File too large\n")
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    assert run("add", folder, "decode-2") == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -1,5 +1,7 @@
 """Key files: who can read them, what is wrong with them, and that nothing shows their secrets."""
 
+import os
+import re
 import stat
 
 import msgspec
@@ -15,6 +17,7 @@ from pd_transfer.sidechannel.curve import (
     new_server_keys,
     read_keys,
     replace_keys,
+    unsafe_access,
     write_keys,
 )
 
@@ -62,7 +65,7 @@ def test_a_file_is_not_written_over(path, server):
     assert read_keys(path) == server
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o610, 0o620, 0o602, 0o601])
+@pytest.mark.parametrize("mode", [0o604, 0o610, 0o620, 0o602, 0o601])
 def test_a_file_that_others_may_touch_is_refused(path, server, mode):
     write_keys(path, server)
     path.chmod(mode)
@@ -70,6 +73,63 @@ def test_a_file_that_others_may_touch_is_refused(path, server, mode):
         read_keys(path)
     path.chmod(0o400)
     assert read_keys(path) == server
+
+
+ENGINE, ELSE = 1000, 1001
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "wrong"),
+    [
+        (ENGINE, 0o600, None),
+        (ENGINE, 0o400, None),
+        (ENGINE, 0o700, None),
+        (ENGINE, 0o640, "0640"),
+        (ENGINE, 0o604, "0604"),
+        (0, 0o400, None),
+        (0, 0o440, None),
+        (0, 0o640, None),
+        (0, 0o460, "0460"),
+        (0, 0o450, "0450"),
+        (0, 0o444, "0444"),
+        (0, 0o442, "0442"),
+        (0, 0o441, "0441"),
+        (ELSE, 0o600, f"belongs to user {ELSE}.*chown {ENGINE}"),
+        (ELSE, 0o440, f"belongs to user {ELSE}.*chown {ENGINE}"),
+    ],
+    ids=lambda value: f"{value:o}" if isinstance(value, int) else "",
+)
+def test_whose_file_may_be_how_open(owner, mode, wrong):
+    """A Kubernetes Secret is root's, and its group's to read."""
+    advice = unsafe_access(owner, mode, ENGINE)
+    assert (advice is None) == (wrong is None)
+    if wrong is not None:
+        assert re.search(wrong, advice)
+
+
+@pytest.fixture
+def as_root():
+    if os.geteuid() != 0:
+        pytest.skip("only root gives files away")
+
+
+def test_somebody_elses_file_is_refused(path, server, as_root):
+    write_keys(path, server)
+    os.chown(path, ELSE, -1)
+    with pytest.raises(ConfigError, match=f"{path} belongs to user {ELSE}.*chown 0 {path}"):
+        read_keys(path)
+    os.chown(path, 0, ELSE)
+    path.chmod(0o440)
+    assert read_keys(path) == server
+
+
+def test_who_may_read_stays_when_a_file_is_replaced(path, server, as_root):
+    write_keys(path, server)
+    os.chown(path, ENGINE, ELSE)
+    path.chmod(0o440)
+    replace_keys(path, new_client_keys(server))
+    status = path.stat()
+    assert (status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)) == (ENGINE, ELSE, 0o440)
 
 
 def test_a_file_that_is_not_there(path):
@@ -98,6 +158,10 @@ def test_a_file_that_is_no_key_file(path, content):
         {"server_secret": "\u00e9" * 40},
         {"clients": ["x"]},
         {"clients": {"decode": "short"}},
+        {"client_secret": "#" * 40},
+        {"clients": {"decode": "0" * 40 + "\n"}},
+        {"clients": {"decode": "#" * 40}},
+        {"clients": {"client": "#" * 40}},
         {"unknown": 1},
     ],
     ids=str,
@@ -133,10 +197,15 @@ def test_secrets_are_not_shown(server):
         for text in (repr(keys), str(keys), f"{keys}", f"{[keys]}"):
             assert keys.client_public in text, "the control: it does show which keys these are"
             assert not any(secret in text for secret in secrets_of(keys))
+        shown = dict(keys.__rich_repr__())
+        assert shown["client_public"] == keys.client_public
+        assert not any(secret in shown.values() for secret in secrets_of(keys))
+        assert not shown.keys() - {"client_public", "server_public"}
 
 
 @pytest.mark.parametrize(
-    "changes", [{"unknown": 1}, {"clients": 1}, {"server_public": "x"}, {"client_public": "0" * 40}]
+    "changes",
+    [{"unknown": 1}, {"clients": 1}, {"server_public": "x"}, {"client_public": "0" * 40}, {"server_public": "#" * 40}],
 )
 def test_errors_do_not_show_secrets(path, server, changes):
     with pytest.raises(ConfigError) as raised:

@@ -242,7 +242,11 @@ def test_a_sentence_that_quotes_a_peer_stays_in_its_line():
 
 def test_a_welcome_shows_whose_it_is_and_none_of_its_secrets():
     welcome = make_welcome(make_engine(num_ranks=2))
-    shown = repr([welcome])
+    for shown in (repr([welcome]), repr(list(welcome.__rich_repr__()))):
+        assert_shows_no_secret(welcome, shown)
+
+
+def assert_shows_no_secret(welcome, shown):
     assert repr(welcome.engine.engine_id) in shown
     for secret in (welcome.grant_key, welcome.ranks[0].memory.agent_metadata, welcome.ranks[0].memory.region.address):
         assert repr(secret) not in shown
