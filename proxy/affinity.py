@@ -4,24 +4,24 @@ from collections.abc import Mapping
 from hashlib import blake2b
 
 from proxy import relay
+from proxy.fields import Body
 from proxy.headers import SESSION_ID
 from proxy.routing import Hints
 
 PREFIX_BYTES = 2048
 """How much of a prompt's beginning has to be equal for two prompts to count as beginning alike: about 500 tokens."""
 
-_PROMPT_FIELDS = ("system", "instructions", "prompt", "messages", "input", "token_ids")
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
 _KEY_BYTES = 16
 
 
-def hints_of(headers: Mapping[str, str], body: relay.Body) -> Hints:
+def hints_of(headers: Mapping[str, str], body: Body) -> Hints:
     """The keys of a request for the affinity policies.
 
     The prefix is taken from the JSON as it was sent: prompts that differ in its spelling only are not recognised. Its
     salt, if it has one, belongs to it, as it does in vLLM's prefix cache.
     """
-    prompt = b"".join(bytes(body[name])[:PREFIX_BYTES] for name in _PROMPT_FIELDS if name in body)[:PREFIX_BYTES]
+    prompt = b"".join(bytes(body[name])[:PREFIX_BYTES] for name in relay.PROMPT_FIELDS if name in body)[:PREFIX_BYTES]
     salt = bytes(body.get("cache_salt", b""))
     session = headers.get(SESSION_ID) or next(
         filter(None, (relay.text_field(body, name) for name in _SESSION_FIELDS)), ""

@@ -16,7 +16,9 @@ from yarl import URL
 
 from proxy import relay
 from proxy.config import Timeouts
+from proxy.endpoints import COMPLETIONS, Endpoint
 from proxy.errors import Answer, EngineAnswerError, EngineFailedError, FailureKind
+from proxy.fields import Body
 from proxy.headers import response_headers
 from proxy.health import Check
 from proxy.registry import Load
@@ -42,9 +44,9 @@ ForwardedBody = bytes | aiohttp.StreamReader | None
 class EngineRequest:
     """What both legs of a request share. The headers ask for uncompressed answers, because the proxy reads them."""
 
-    path: str
+    endpoint: Endpoint
     headers: CIMultiDict[str]
-    body: relay.Body
+    body: Body
     hints: Hints = NO_HINTS
     story: Story = field(default_factory=Story)
 
@@ -111,10 +113,10 @@ class EngineClient:
 
         Raises ``EngineFailedError``, or ``EngineAnswerError`` if the engine refuses the request.
         """
-        body = relay.prefill_body(request.body)
+        body = relay.prefill_body(request.body, request.endpoint.rules)
         with _failures():
             async with asyncio.timeout(self._timeouts.prefill_seconds):
-                response = await self._post(url, request.path, headers, body)
+                response = await self._post(url, request.endpoint.path, headers, body)
                 async with response:
                     reply = await response.read()
         _raise_unless_ok(response, reply)
@@ -132,7 +134,7 @@ class EngineClient:
         refuses the request.
         """
         body = relay.decode_body(request.body, params)
-        return await self._open(self._post(load.url, request.path, headers, body), load)
+        return await self._open(self._post(load.url, request.endpoint.path, headers, body), load)
 
     async def forward(self, method: str, url: URL, headers: CIMultiDict[str], body: ForwardedBody, load: Load) -> Reply:
         """Send any other request to an engine. The reply may have any status; apart from that as ``decode``."""
@@ -146,7 +148,7 @@ class EngineClient:
         try:
             with _failures():
                 async with asyncio.timeout(timeout_seconds):
-                    response = await self._post(url, "/v1/completions", headers, relay.release_body(params))
+                    response = await self._post(url, COMPLETIONS.path, headers, relay.release_body(params))
                     async with response:
                         await response.read()
         except EngineFailedError:

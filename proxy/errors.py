@@ -10,24 +10,12 @@ An address of an engine never appears in an answer: clients have no business wit
 import enum
 from typing import NamedTuple
 
-import msgspec
 from multidict import CIMultiDict
+
+from proxy.dialects import Dialect
 
 RETRY_AFTER_SECONDS = 1
 """What clients are told to wait when the answer is 'not now': engines come back, or the router learns, within this."""
-
-_TYPE_BY_STATUS = {
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    404: "NotFoundError",
-    408: "RequestTimeoutError",
-    413: "RequestTooLargeError",
-    429: "RateLimitError",
-    500: "InternalServerError",
-    502: "BadGatewayError",
-    503: "ServiceUnavailableError",
-    504: "GatewayTimeoutError",
-}
 
 _RETRY_LATER_STATUSES = frozenset({429, 503})
 
@@ -40,35 +28,20 @@ class Answer(NamedTuple):
     body: bytes
 
 
-def error_body(status: int, message: str, param: str | None = None) -> bytes:
-    """The OpenAI form of an error, as vLLM writes it."""
-    kind = _TYPE_BY_STATUS.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": status}})
-
-
-END_MARK_EVENT = b"data: [DONE]\n\n"
-"""Ends every stream. Alone it reads as success, so that after a failure an error event goes before it."""
-
-
-def error_event(status: int, message: str) -> bytes:
-    """The server-sent event that reports an error in a stream that has begun."""
-    return b"data: " + error_body(status, message) + b"\n\n"
-
-
 class ProxyError(Exception):
-    """A request cannot be served. ``answer()`` is what the client gets."""
+    """A request cannot be served. ``answer`` is what the client gets."""
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
 
-    def answer(self) -> Answer:
+    def answer(self, dialect: Dialect) -> Answer:
         """The HTTP answer for the client; a transient one says when to come back."""
         headers = CIMultiDict({"Content-Type": "application/json"})
         if self.status in _RETRY_LATER_STATUSES:
             headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
-        return Answer(self.status, headers, error_body(self.status, str(self), self.param))
+        return Answer(self.status, headers, dialect.body(self.status, str(self), self.param))
 
 
 class EngineAnswerError(ProxyError):
@@ -78,7 +51,7 @@ class EngineAnswerError(ProxyError):
         super().__init__(answer.status, f"an engine answered {answer.status}")
         self._answer = answer
 
-    def answer(self) -> Answer:
+    def answer(self, _dialect: Dialect) -> Answer:
         """The engine's answer, with a ``Retry-After`` when the engine forgot one."""
         if self.status in _RETRY_LATER_STATUSES:
             self._answer.headers.setdefault("Retry-After", str(RETRY_AFTER_SECONDS))

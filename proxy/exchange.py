@@ -66,7 +66,7 @@ class Exchange:
             raise
 
     def _needs_prefill(self, request: EngineRequest) -> bool:
-        if relay.needs_one_engine(request.body):
+        if request.endpoint.rules.needs_one_engine(request.body):
             request.story.mode = Mode.WHOLE
         elif relay.estimated_prompt_tokens(request.body) < self._config.min_remote_tokens:
             request.story.mode = Mode.SHORT

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from proxy.errors import EngineFailedError, FailureKind, ProxyError
-from proxy.relay import Body, int_field
+from proxy.fields import Body
+from proxy.relay import int_field
 
 _LIST_OF_PROMPTS = re.compile(rb'\s*\[\s*["\[]')
 _END_MARK = b"[DONE]"

@@ -1,24 +1,20 @@
 """From a client's request to its two legs, as pure functions over bodies.
 
-A body is a JSON object of which only the top level is parsed: everything nested stays the bytes that the client sent,
-so tool schemas, token ids and images are neither changed nor paid for.
+What becomes of each field is said in ``fields``. A body is a JSON object of which only the top level is parsed:
+everything nested stays the bytes that the client sent, so tool schemas, token ids and images are neither changed nor
+paid for.
 
     client body -> prefill body: one token, no stream, and a request for a hand-off
     prefill reply -> the hand-off params, opaque
     client body + params -> decode body
 """
 
-import enum
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
 
 from proxy.errors import ProxyError
-
-Body = dict[str, msgspec.Raw]
-
-TRANSFER_PARAMS = "kv_transfer_params"
+from proxy.fields import STRIPPED, TRANSFER_PARAMS, Body, Rules
 
 HANDOFF_REQUEST = msgspec.Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,'
@@ -27,62 +23,9 @@ HANDOFF_REQUEST = msgspec.Raw(
 """Asks a prefill engine for a hand-off. Every router sends these six keys, so connectors rely on them."""
 
 
-class Treatment(enum.Enum):
-    """What happens to one field of the client's body. A field without a rule goes to both legs as it is."""
-
-    SET = "prefill gets our value, whether or not the client sent one"
-    CAP = "prefill gets our value if the client sent one"
-    DROP = "prefill does not get it"
-    STRIP = "neither leg gets it from a client"
-    WHOLE = "if set, one engine answers the whole request"
-
-
-class FieldRule(NamedTuple):
-    """How one field is treated, and why. ``unset`` lists the values that mean that a WHOLE field is not set."""
-
-    treatment: Treatment
-    reason: str
-    value: msgspec.Raw = msgspec.Raw(b"null")
-    unset: tuple[bytes, ...] = (b"null", b"false")
-
-
-_ONE = msgspec.Raw(b"1")
-
-FIELD_RULES: Mapping[str, FieldRule] = {
-    "max_tokens": FieldRule(Treatment.SET, "prefill exists for the prompt; one token is the least it can make", _ONE),
-    "max_completion_tokens": FieldRule(Treatment.CAP, "wins over max_tokens on chat", _ONE),
-    "stream": FieldRule(Treatment.SET, "the params come in a plain JSON reply", msgspec.Raw(b"false")),
-    "stream_options": FieldRule(Treatment.DROP, "refused without stream"),
-    "stream_interval": FieldRule(Treatment.DROP, "only means something with stream"),
-    "min_tokens": FieldRule(Treatment.DROP, "refused above max_tokens"),
-    "min_completion_tokens": FieldRule(Treatment.DROP, "refused above max_completion_tokens"),
-    "n": FieldRule(Treatment.CAP, "one prompt needs one prefill; decode's samples share its KV", _ONE),
-    "best_of": FieldRule(Treatment.DROP, "refused above n"),
-    "logprobs": FieldRule(Treatment.DROP, "prefill's token is thrown away, so are its logprobs"),
-    "top_logprobs": FieldRule(Treatment.DROP, "refused without logprobs"),
-    "logprob_token_ids": FieldRule(Treatment.DROP, "refused without logprobs"),
-    "return_token_ids": FieldRule(Treatment.DROP, "would send the prompt back to us for nothing"),
-    "return_prompt_text": FieldRule(Treatment.DROP, "would send the prompt back to us for nothing"),
-    TRANSFER_PARAMS: FieldRule(Treatment.STRIP, "a client could name any host, or another client's KV"),
-    "ec_transfer_params": FieldRule(Treatment.STRIP, "the same for encoder caches"),
-    "echo": FieldRule(Treatment.WHOLE, "with logprobs it needs the prompt's, which decode never computes"),
-    "prompt_logprobs": FieldRule(
-        Treatment.WHOLE, "decode never computes the prompt; 0 asks for them too", unset=(b"null",)
-    ),
-    "prompt_embeds": FieldRule(Treatment.WHOLE, "hand-offs name prompts by their token ids"),
-    "use_beam_search": FieldRule(Treatment.WHOLE, "beams are many engine requests with prompts of their own"),
-}
-
 # Where else vLLM takes transfer params from: these objects end up in the request's extra arguments.
 _NESTED_EXTRA_ARGUMENTS = (("vllm_xargs",), ("sampling_params", "extra_args"))
 
-
-def _fields(treatment: Treatment) -> frozenset[str]:
-    return frozenset(name for name, rule in FIELD_RULES.items() if rule.treatment is treatment)
-
-
-_SET, _CAP, _DROP = _fields(Treatment.SET), _fields(Treatment.CAP), _fields(Treatment.DROP)
-_STRIP, _WHOLE = _fields(Treatment.STRIP), _fields(Treatment.WHOLE)
 
 _decode_body = msgspec.json.Decoder(Body).decode
 
@@ -102,8 +45,8 @@ def parse_body(data: bytes) -> Body:
 def strip_transfer_params(body: Body) -> Body:
     """The body without transfer params, wherever vLLM would look for them; the same object if there were none."""
     stripped = body
-    if not _STRIP.isdisjoint(body):
-        stripped = {name: value for name, value in body.items() if name not in _STRIP}
+    if not STRIPPED.keys().isdisjoint(body):
+        stripped = {name: value for name, value in body.items() if name not in STRIPPED}
     for path in _NESTED_EXTRA_ARGUMENTS:
         if path[0] in stripped:
             stripped = _strip_at(stripped, path)
@@ -113,7 +56,7 @@ def strip_transfer_params(body: Body) -> Body:
 def _strip_at(body: Body, path: tuple[str, ...]) -> Body:
     """The body without the stripped fields of the object at ``path``; what is no object is the engine's to refuse."""
     if not path:
-        kept = {name: value for name, value in body.items() if name not in _STRIP}
+        kept = {name: value for name, value in body.items() if name not in STRIPPED}
         return body if len(kept) == len(body) else kept
     try:
         inner = _decode_body(body[path[0]])
@@ -123,20 +66,9 @@ def _strip_at(body: Body, path: tuple[str, ...]) -> Body:
     return body if stripped is inner else {**body, path[0]: msgspec.Raw(msgspec.json.encode(stripped))}
 
 
-def needs_one_engine(body: Body) -> bool:
-    """Whether prefill and decode cannot share this request, so that one engine must answer all of it."""
-    return any(bytes(body[name]) not in FIELD_RULES[name].unset for name in _WHOLE.intersection(body))
-
-
-def prefill_body(body: Body) -> bytes:
+def prefill_body(body: Body, rules: Rules) -> bytes:
     """The request that makes prefill compute the prompt and keep its KV for a decode engine."""
-    leg = {name: value for name, value in body.items() if name not in _DROP}
-    for name in _SET:
-        leg[name] = FIELD_RULES[name].value
-    for name in _CAP.intersection(leg):
-        leg[name] = FIELD_RULES[name].value
-    leg[TRANSFER_PARAMS] = HANDOFF_REQUEST
-    return msgspec.json.encode(leg)
+    return msgspec.json.encode({**rules.prefill_leg(body), TRANSFER_PARAMS: HANDOFF_REQUEST})
 
 
 class Prefilled(NamedTuple):
@@ -206,16 +138,25 @@ def int_field(body: Body, name: str, default: int) -> int:
 _BYTES_PER_TOKEN = 4
 _OUTPUT_TOKENS_GUESS = 256
 
+PROMPT_FIELDS = ("system", "instructions", "prompt", "messages", "input", "token_ids")
+"""Where the endpoints have their prompts."""
+
 
 def estimated_prompt_tokens(body: Body) -> int:
     """About how many tokens the prompt has; good enough to compare loads, and costs no tokenizer."""
-    prompt = bytes(body.get("prompt") or body.get("messages") or b"")
-    if prompt[:1] == b"[" and b'"' not in prompt[:64]:
-        return prompt.count(b",") + 1
-    return len(prompt) // _BYTES_PER_TOKEN + 1
+    return max(1, sum(_estimated_tokens(bytes(body[name])) for name in PROMPT_FIELDS if name in body))
+
+
+def _estimated_tokens(text: bytes) -> int:
+    if text[:1] == b"[" and b'"' not in text[:64]:
+        return text.count(b",") + 1
+    return len(text) // _BYTES_PER_TOKEN + 1
 
 
 def estimated_output_tokens(body: Body) -> int:
     """About how many tokens decode will make: the client's limit, or a guess without one."""
-    limit = int_field(body, "max_tokens", _OUTPUT_TOKENS_GUESS)
-    return max(1, int_field(body, "max_completion_tokens", limit)) * max(1, int_field(body, "n", 1))
+    fields = {**object_field(body, "sampling_params"), **body}
+    limit = int_field(fields, "max_tokens", _OUTPUT_TOKENS_GUESS)
+    for name in ("max_completion_tokens", "max_output_tokens"):
+        limit = int_field(fields, name, limit)
+    return max(1, limit) * max(1, int_field(fields, "n", 1))

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
+from proxy.dialects import END_MARK_EVENT, OPENAI, Dialect
 from proxy.engines import Reply
-from proxy.errors import END_MARK_EVENT, Answer, EngineFailedError, FailureKind, error_event
+from proxy.errors import Answer, EngineFailedError, FailureKind
 from proxy.headers import REQUEST_ID
 from proxy.metrics import BROKEN_STREAM
 from proxy.prompts import EngineErrorEvent, EventSplitter, StreamMerger, merge_replies
@@ -35,7 +36,7 @@ def json_response(status: int, value: object) -> web.Response:
     return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")
 
 
-async def relay_reply(request: web.Request, reply: Reply) -> web.StreamResponse:
+async def relay_reply(request: web.Request, reply: Reply, dialect: Dialect) -> web.StreamResponse:
     """Pass one reply on, byte by byte as it comes; closes it.
 
     A stream of events that breaks off ends with an error event and the end mark. Any other body that breaks off ends
@@ -43,17 +44,18 @@ async def relay_reply(request: web.Request, reply: Reply) -> web.StreamResponse:
     """
     try:
         response = await _start(request, reply)
-        tail = b"\n\n"
+        last = b"\n\n"
         try:
             while chunk := await reply.next_chunk():
                 await response.write(chunk)
-                tail = chunk[-4:]
+                last = chunk
         except EngineFailedError as failure:
             request[OUTCOME_KEY] = BROKEN_STREAM
             response.force_close()
             if reply.is_event_stream:
-                blank_line = b"" if tail.endswith(_BLANK_LINES) else b"\n\n"
-                await response.write(blank_line + _end_of_stream(failure))
+                error = failure.as_proxy_error()
+                blank_line = b"" if last.endswith(_BLANK_LINES) else b"\n\n"
+                await response.write(blank_line + dialect.end_of_stream(error.status, str(error), last))
             elif request.transport is not None:
                 request.transport.abort()
         return response
@@ -110,7 +112,7 @@ def _end_of_stream(failure: Exception) -> bytes:
         return failure.event + END_MARK_EVENT
     if isinstance(failure, EngineFailedError):
         error = failure.as_proxy_error()
-        return error_event(error.status, str(error)) + END_MARK_EVENT
+        return OPENAI.end_of_stream(error.status, str(error), b"")
     raise failure
 
 

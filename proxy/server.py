@@ -12,6 +12,7 @@ from proxy import headers, prompts, relay
 from proxy.admission import Admission
 from proxy.affinity import hints_of
 from proxy.config import ProxyConfig
+from proxy.endpoints import ENDPOINTS, dialect_of, name_of
 from proxy.engines import EngineRequest, ForwardedBody, Reply
 from proxy.errors import ProxyError
 from proxy.exchange import Exchange
@@ -21,9 +22,6 @@ from proxy.respond import OUTCOME_KEY, REQUEST_ID_KEY, complete, relay_merged, r
 
 logger = logging.getLogger("proxy.server")
 
-COMPLETIONS_PATH = "/v1/completions"
-CHAT_PATH = "/v1/chat/completions"
-_ENDPOINTS = {COMPLETIONS_PATH: "completions", CHAT_PATH: "chat"}
 
 # Bodies of these types are never read as JSON by an engine, so they pass through without being looked at.
 _OPAQUE_TYPES = ("multipart/", "application/octet-stream", "application/x-www-form-urlencoded", "audio/", "image/")
@@ -44,8 +42,8 @@ class Server:
     def application(self) -> web.Application:
         """The aiohttp application."""
         app = web.Application(client_max_size=self._config.limits.max_body_bytes, middlewares=[self._guard()])
-        app.router.add_post(COMPLETIONS_PATH, self._generate)
-        app.router.add_post(CHAT_PATH, self._generate)
+        for path in ENDPOINTS:
+            app.router.add_post(path, self._generate)
         self._operations.add_routes(app.router)
         app.router.add_route("*", "/{path:.*}", self._forward)
         return app
@@ -61,7 +59,7 @@ class Server:
                 response = await self._answered(request, self._in_turn(handler))
                 outcome = request.get(OUTCOME_KEY) or outcome_of(response.status)
             finally:
-                self._metrics.requests.labels(_ENDPOINTS.get(request.path, "other"), outcome).inc()
+                self._metrics.requests.labels(name_of(request.path), outcome).inc()
             return response
 
         return guard
@@ -90,13 +88,14 @@ class Server:
             return self._failed(request, ProxyError(500, "The proxy failed to handle this request"))
 
     def _failed(self, request: web.Request, error: ProxyError) -> web.Response:
-        response = complete(request, error.answer())
+        response = complete(request, error.answer(dialect_of(request.path)))
         if self._admission.draining:
             response.force_close()
         return response
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        """Completions and chat: prefill on one engine, decode on another, once for every prompt."""
+        """Prefill on one engine, decode on another, once for every prompt."""
+        endpoint = ENDPOINTS[request.path]
         body = relay.strip_transfer_params(relay.parse_body(await self._read_body(request)))
         request_id = headers.request_id_for(
             request.headers.get(headers.REQUEST_ID), relay.text_field(body, "request_id")
@@ -104,14 +103,12 @@ class Server:
         request[REQUEST_ID_KEY] = request_id
         bodies = [body]
         # What one engine answers without a hand-off, it answers for all prompts at once.
-        if request.path == COMPLETIONS_PATH and not relay.needs_one_engine(body):
+        if endpoint.takes_prompt_lists and not endpoint.rules.needs_one_engine(body):
             bodies = prompts.split_prompts(body, self._config.limits.max_prompts)
         engine_headers = headers.without_compression(headers.request_headers(request.headers, request_id))
-        requests = [
-            EngineRequest(request.path, engine_headers, body, hints_of(request.headers, body)) for body in bodies
-        ]
+        requests = [EngineRequest(endpoint, engine_headers, body, hints_of(request.headers, body)) for body in bodies]
         if len(requests) == 1:
-            return await relay_reply(request, await self._exchange.open(requests[0]))
+            return await relay_reply(request, await self._exchange.open(requests[0]), endpoint.dialect)
         replies = await self._open_all(requests)
         return await relay_merged(request, replies, prompts.choices_per_prompt(body))
 
@@ -142,7 +139,7 @@ class Server:
             headers.request_headers(request.headers, request[REQUEST_ID_KEY]),
             await self._forwarded_body(request),
         )
-        return await relay_reply(request, reply)
+        return await relay_reply(request, reply, dialect_of(request.path))
 
     async def _forwarded_body(self, request: web.Request) -> ForwardedBody:
         """The body to forward: unread if no engine takes it for JSON, otherwise checked to carry no transfer params."""

@@ -34,6 +34,16 @@ IDLE = replace(PATIENT, idle_seconds=0.2)
 LIMITS = {limit.name for limit in fields(Limits)}
 
 
+GENERATING = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/inference/v1/generate",
+)
+WITHOUT_END_MARK = ("/v1/responses", "/v1/messages")
+
+
 class Drop(enum.Enum):
     """Faults that break the connection or stall, by where they happen."""
 
@@ -123,8 +133,8 @@ class FakeEngine:
     async def start(self):
         app = web.Application(client_max_size=1 << 30)
         app.router.add_get("/health", self._health)
-        app.router.add_post("/v1/completions", self._generate)
-        app.router.add_post("/v1/chat/completions", self._generate)
+        for path in GENERATING:
+            app.router.add_post(path, self._generate)
         app.router.add_route("*", "/{path:.*}", self._other)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.01)
         await self._runner.setup()
@@ -146,7 +156,11 @@ class FakeEngine:
     @property
     def generations(self):
         """The requests that asked for tokens."""
-        return [seen for seen in self.seen if "completions" in seen.path and not is_release(seen.body)]
+        return [
+            seen
+            for seen in self.seen
+            if seen.path in GENERATING and seen.method == "POST" and not is_release(seen.body)
+        ]
 
     @property
     def releases(self):
@@ -247,7 +261,8 @@ class FakeEngine:
         while self.flood and self.bytes_sent < 64 << 20:
             await response.write(b": " + b"x" * 65533 + b"\n")
             self.bytes_sent += 65536
-        await response.write(b"data: [DONE]\n\n")
+        if request.path not in WITHOUT_END_MARK:
+            await response.write(b"data: [DONE]\n\n")
         return response
 
     async def _break(self, request, response, fault):
@@ -268,11 +283,15 @@ def is_release(body):
 
 
 def prompt_of(body):
-    return json.dumps(body.get("prompt", body.get("messages")))
+    return json.dumps(raw_prompt(body))
+
+
+def raw_prompt(body):
+    return next((body[name] for name in ("prompt", "messages", "input", "token_ids") if name in body), None)
 
 
 def prompts_in(body):
-    prompt = body.get("prompt", body.get("messages"))
+    prompt = raw_prompt(body)
     several = "prompt" in body and isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
     return prompt if several else [prompt]
 

@@ -7,6 +7,7 @@ import pytest
 from multidict import CIMultiDict
 
 from proxy.config import RoutingConfig
+from proxy.endpoints import COMPLETIONS
 from proxy.engines import EngineRequest
 from proxy.exchange import Exchange
 from proxy.metrics import Metrics
@@ -17,7 +18,7 @@ from proxy.routing import Role, least_tokens
 from tests.proxy.fake_engines import asynchronous
 
 PARAMS = msgspec.Raw(b'{"grant":"g"}')
-REQUEST = EngineRequest("/v1/completions", CIMultiDict({"Authorization": "key"}), parse_body(b'{"prompt":"p"}'))
+REQUEST = EngineRequest(COMPLETIONS, CIMultiDict({"Authorization": "key"}), parse_body(b'{"prompt":"p"}'))
 
 
 class StubClient:

@@ -282,12 +282,12 @@ async def test_transfer_params_are_stripped_on_other_paths_too():
         "sampling_params": {"extra_args": {"kv_transfer_params": {"remote_host": "evil"}, "a": 1}, "n": 1},
     }
     async with cluster() as c:
-        async with c.post("/v1/responses", body) as response:
+        async with c.post("/v1/embeddings", body) as response:
             assert response.status == 200
         assert c.decodes[0].seen[0].body == {"input": 1.5, "sampling_params": {"extra_args": {"a": 1}, "n": 1}}
         as_json = {"Content-Type": "application/json"}
         not_quite = b'{"a":NaN,"kv_transfer_params":{}}'
-        async with c.client.post(c.url + "/v1/responses", data=not_quite, headers=as_json) as response:
+        async with c.client.post(c.url + "/v1/embeddings", data=not_quite, headers=as_json) as response:
             assert response.status == 400
         assert len(c.decodes[0].seen) == 1
 

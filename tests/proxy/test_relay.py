@@ -1,4 +1,4 @@
-"""What every field of a client's body becomes on the two legs."""
+"""From a body to the two legs, and what is read from it on the way."""
 
 import json
 
@@ -7,109 +7,10 @@ import pytest
 
 from proxy import relay
 from proxy.errors import ProxyError
-from proxy.relay import FIELD_RULES, Treatment
-
-SIX_KEYS = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-ALWAYS = {"max_tokens": 1, "stream": False, "kv_transfer_params": SIX_KEYS}
 
 
 def body_of(value):
     return relay.parse_body(json.dumps(value).encode())
-
-
-def prefill_leg(value):
-    return json.loads(relay.prefill_body(body_of(value)))
-
-
-# One row for each field with a rule: a value that a client may send, and what prefill then gets (None: nothing).
-PREFILL_ROWS = {
-    "max_tokens": (100, 1),
-    "max_completion_tokens": (100, 1),
-    "stream": (True, False),
-    "stream_options": ({"include_usage": True}, None),
-    "stream_interval": (5, None),
-    "min_tokens": (10, None),
-    "min_completion_tokens": (10, None),
-    "n": (4, 1),
-    "best_of": (4, None),
-    "logprobs": (5, None),
-    "top_logprobs": (5, None),
-    "logprob_token_ids": ([1], None),
-    "return_token_ids": (True, None),
-    "return_prompt_text": (True, None),
-}
-
-
-def test_the_rows_cover_every_rule_about_the_prefill_leg():
-    shaped = {
-        name for name, rule in FIELD_RULES.items() if rule.treatment in {Treatment.SET, Treatment.CAP, Treatment.DROP}
-    }
-    assert set(PREFILL_ROWS) == shaped
-    assert all(rule.reason for rule in FIELD_RULES.values())
-
-
-@pytest.mark.parametrize("name", PREFILL_ROWS)
-def test_a_field_with_a_rule_on_the_prefill_leg(name):
-    sent, expected = PREFILL_ROWS[name]
-    leg = prefill_leg({"prompt": "p", name: sent})
-    wanted = {"prompt": "p", **ALWAYS}
-    if expected is not None:
-        wanted[name] = expected
-    assert leg == wanted
-
-
-@pytest.mark.parametrize("name", PREFILL_ROWS)
-def test_a_field_with_a_rule_reaches_decode_as_it_was_sent(name):
-    sent, _ = PREFILL_ROWS[name]
-    body = body_of({"prompt": "p", name: sent})
-    assert json.loads(relay.decode_body(body, None)) == {"prompt": "p", name: sent}
-
-
-def test_capped_fields_are_not_invented():
-    assert prefill_leg({"prompt": "p"}) == {"prompt": "p", **ALWAYS}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model",
-        "messages",
-        "tools",
-        "tool_choice",
-        "response_format",
-        "structured_outputs",
-        "chat_template_kwargs",
-        "add_generation_prompt",
-        "cache_salt",
-        "mm_processor_kwargs",
-        "stop",
-        "seed",
-        "temperature",
-        "logit_bias",
-        "allowed_token_ids",
-        "truncate_prompt_tokens",
-        "priority",
-        "never_heard_of",
-    ],
-)
-def test_what_shapes_the_prompt_or_has_no_rule_is_the_same_on_both_legs(name):
-    sent = {"a": [1, {"b": None}]}
-    assert prefill_leg({name: sent}) == {name: sent, **ALWAYS}
-    assert json.loads(relay.decode_body(body_of({name: sent}), None)) == {name: sent}
-
-
-def test_nested_bytes_are_not_touched():
-    nested = b'{"z": 1.50, "a":[ 1e2,"\\u00e9"],\n"z2":12345678901234567890}'
-    body = relay.parse_body(b'{"tools": ' + nested + b"}")
-    assert nested in relay.prefill_body(body)
-    assert nested in relay.decode_body(body, None)
 
 
 def test_params_go_to_decode_as_prefill_wrote_them():
@@ -198,33 +99,6 @@ def test_a_body_without_transfer_params_stays_the_same_object(sent):
     assert relay.strip_transfer_params(body) is body
 
 
-@pytest.mark.parametrize(
-    ("sent", "whole"),
-    [
-        ({}, False),
-        ({"echo": True}, True),
-        ({"echo": False}, False),
-        ({"echo": None}, False),
-        ({"prompt_logprobs": 1}, True),
-        ({"prompt_logprobs": 0}, True),
-        ({"prompt_logprobs": -1}, True),
-        ({"prompt_logprobs": None}, False),
-        ({"prompt_embeds": "AAAA"}, True),
-        ({"prompt_embeds": None}, False),
-        ({"use_beam_search": True}, True),
-        ({"use_beam_search": False}, False),
-        ({"logprobs": 5, "n": 3}, False),
-    ],
-)
-def test_which_requests_one_engine_must_answer(sent, whole):
-    assert relay.needs_one_engine(body_of({"prompt": "p", **sent})) is whole
-
-
-def test_the_rules_about_whole_requests_are_all_tested_above():
-    whole = {name for name, rule in FIELD_RULES.items() if rule.treatment is Treatment.WHOLE}
-    assert whole == {"echo", "prompt_logprobs", "prompt_embeds", "use_beam_search"}
-
-
 def test_a_release_names_no_real_model_and_carries_the_params():
     body = json.loads(relay.release_body(msgspec.Raw(b'{"grant":"x","do_remote_prefill":true}')))
     assert body["kv_transfer_params"] == {"grant": "x", "do_remote_prefill": True}
@@ -277,6 +151,8 @@ def test_invalid_text_in_a_field_is_not_our_problem():
         ({"prompt": "x" * 400}, 101),
         ({"prompt": list(range(50))}, 50),
         ({"messages": [{"role": "user", "content": "x" * 400}]}, 109),
+        ({"input": "x" * 400, "instructions": "x" * 400}, 202),
+        ({"token_ids": list(range(50))}, 50),
     ],
 )
 def test_prompt_tokens_are_estimated(sent, tokens):
@@ -292,6 +168,9 @@ def test_prompt_tokens_are_estimated(sent, tokens):
         ({"max_tokens": 10, "n": 3}, 30),
         ({"max_tokens": -5, "n": 0}, 1),
         ({"max_tokens": None}, 256),
+        ({"max_output_tokens": 30}, 30),
+        ({"sampling_params": {"max_tokens": 7, "n": 2}}, 14),
+        ({"sampling_params": None}, 256),
     ],
 )
 def test_output_tokens_are_estimated(sent, tokens):
