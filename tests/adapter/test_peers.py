@@ -66,7 +66,7 @@ def test_a_dead_peer_costs_one_handshake_deadline_and_later_requests_nothing(lab
     decode.step()
     assert decode.results["other"].finish_reason == "length"
     assert "no answer from 127.0.0.1" in log.text
-    assert "check that the prefill engine is alive" in log.text
+    assert "check that prefill is alive" in log.text
     assert num_hellos(decode) == 1
     prefill.end_leases()
 
