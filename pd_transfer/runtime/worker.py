@@ -237,6 +237,8 @@ class PullLoop:
     def _renew_agent(self) -> None:
         try:
             self._transport.rebuild()
+        except TransportError as error:
+            logger.error("there is no new pull agent yet, every connection tries to make one: %s", error)  # noqa: TRY400
         except Exception:
             # Without an agent every later read fails at once. What matters now is that no earlier one can write.
             logger.exception("there can be no new pull agent: from now on every prompt is computed here")

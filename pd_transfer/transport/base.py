@@ -88,7 +88,8 @@ class PullTransport(Protocol):
         """Destroy the agent and make a new one: no outstanding read can write any more, all peers are forgotten.
 
         Outstanding reads fail: the next ``poll`` raises, and they are released as always. May take seconds. Raises
-        TransportError when there can be no new agent; then the transport is closed.
+        TransportError when there can be no new agent at this time, as when a network device is down: everything else
+        has been done then, and every ``add_peer`` tries again to make one.
         """
 
     def close(self) -> None:

@@ -92,6 +92,7 @@ class NixlPullTransport:
         self._peers: dict[PeerKey, _Peer] = {}
         self._reads: dict[Transfer, _Read] = {}
         self._num_submitted = 0
+        self._is_closed = False
 
     def add_peer(self, key: PeerKey, memory: RemoteMemory, rows: Sequence[DescriptorRow]) -> None:
         """See ``PullTransport``. Connecting takes some 10 ms.
@@ -103,7 +104,7 @@ class NixlPullTransport:
             raise ValueError(f"peer {key} exists already")
         if reason := invalid_remote(memory, rows):
             raise TransportError(reason)
-        initiator = self._open()
+        initiator = self._initiator or self._make_initiator()
         try:
             self._peers[key] = initiator.connect(memory, rows)
         except TransportError:
@@ -177,12 +178,21 @@ class NixlPullTransport:
 
         Takes two seconds when a peer hangs. Over TCP, that peer may abort when it comes back: a bug of UCX.
         """
-        self._open()
-        self.close()
-        self._initiator = _Initiator(self._settings)
+        self._destroy()
+        self._make_initiator()
 
     def close(self) -> None:
         """See ``PullTransport``."""
+        self._is_closed = True
+        self._destroy()
+
+    def _make_initiator(self) -> "_Initiator":
+        if self._is_closed:
+            raise TransportError("the transport is closed")
+        self._initiator = _Initiator(self._settings)
+        return self._initiator
+
+    def _destroy(self) -> None:
         if self._initiator is None:
             return
         initiator, self._initiator = self._initiator, None
@@ -193,7 +203,7 @@ class NixlPullTransport:
 
     def _open(self) -> "_Initiator":
         if self._initiator is None:
-            raise TransportError("the transport is closed")
+            raise TransportError("there is no agent")
         return self._initiator
 
     def _peer(self, key: PeerKey) -> "_Peer":

@@ -153,6 +153,25 @@ def test_a_dead_process_raises_and_its_successor_is_read(engine_config):
             assert read_word(pulling.transport, "new", 0) == 0
 
 
+def test_an_agent_that_cannot_be_made_at_once_is_made_for_the_next_peer(monkeypatch):
+    """As when a network device is down for a while."""
+    with serving.ServingProcess(REGION_BYTES) as process, Pulling() as pulling:
+        pulling.add(process)
+        read = pulling.transport.submit_word_read(PEER, 0)
+        monkeypatch.setenv("UCX_TLS", "carrier_pigeon")
+        with pytest.raises(TransportError):
+            pulling.transport.rebuild()
+        for use in (lambda: pulling.transport.poll(read), lambda: pulling.add(process)):
+            with pytest.raises(TransportError):
+                use()
+        pulling.transport.release(read)
+        pulling.transport.remove_peer(PEER)
+        monkeypatch.delenv("UCX_TLS")
+        pulling.add(process)
+        pulling.read()
+        assert pulling.transport.num_outstanding() == 0
+
+
 def test_rebuild_does_not_wait_for_a_process_that_hangs():
     with serving.ServingProcess(REGION_BYTES, TCP) as process, Pulling(TCP) as pulling:
         pulling.add(process)

@@ -2,6 +2,7 @@
 
 from pd_transfer.core.outcomes import Level
 from pd_transfer.core.receives import ReceivePolicy
+from pd_transfer.errors import TransportError
 from pd_transfer.runtime.orders import WorkerReport
 from pd_transfer.runtime.worker import PullLoop
 from pd_transfer.transport.memory import MemoryFabric, MemoryPullTransport
@@ -67,6 +68,8 @@ class BuggyTransport(MemoryPullTransport):
         return super().take_word(*arguments)
 
     def rebuild(self):
+        if isinstance(self.planted.get("rebuild"), TransportError):
+            super().rebuild()  # there is no new agent, but all else is as its contract says
         self._trip("rebuild")
         super().rebuild()
 

@@ -582,6 +582,20 @@ def test_an_agent_that_cannot_be_rebuilt_is_closed_and_everything_is_reported(be
     assert "again" in report.troubled_peers
 
 
+def test_an_agent_that_cannot_be_made_at_once_is_made_for_the_next_connection(bed):
+    bed.connect()
+    stuck = bed.make_stuck()
+    bed.transport.plant("rebuild", error=TransportError)
+    report = bed.turn(after=DRAIN_SECONDS)
+    assert endings(report) == {"a": Outcome.RECEIVE_TIMED_OUT}
+    stuck.copy_half()
+    np.testing.assert_array_equal(bed.local.bytes, bed.before)
+    bed.fabric.hold_new = False
+    bed.turn(RetirePeer(PeerKey(PEER)))
+    bed.connect("again")
+    assert endings(bed.finish(bed.receive("b", "again"))) == {"b": Outcome.RECEIVE_VERIFIED}
+
+
 def test_a_closed_transport_ends_every_receive(bed):
     """``rebuild`` then raises TransportError, as its contract says."""
     bed.connect()
