@@ -89,6 +89,7 @@ def totals(rows: list[Row]) -> Table:
         ("exact answers", sum(row.num(Verdict.EXACT) for row in rows)),
         ("explicit errors", sum(row.num(Verdict.ERROR) for row in rows)),
         ("connections lost with an engine that was killed", sum(row.num(Verdict.LOST) for row in rows)),
+        ("prefill aborted by UCX, as it is known to", sum(row.num_aborts for row in rows)),
     ):
         made.add_row(what, str(number))
     for what, number in (

@@ -169,9 +169,18 @@ class Bed:
         self._warm_up(engine)
         return engine
 
-    def dead(self) -> list[str]:
-        """The engines that do not serve."""
-        return [name for name, engine in self._engines.items() if engine.has_ended or not _is_healthy(engine)]
+    def dead(self, patience_seconds: float = 0.0) -> list[str]:
+        """The engines that do not serve; looked for until there is one, or patience ends."""
+        deadline = time.monotonic() + patience_seconds
+        while True:
+            dead = [name for name, engine in self._engines.items() if engine.has_ended or not _is_healthy(engine)]
+            if dead or time.monotonic() >= deadline:
+                return dead
+            time.sleep(0.1)
+
+    def last_words(self, name: str) -> str:
+        """The end of an engine's log."""
+        return self._engines[name].log_tail(200)
 
     def question(self, num_tokens: int = 200, seed: int = 0, max_tokens: int = 4) -> Question:
         """A prompt and its answer. The same arguments give the same prompt, under another salt."""

@@ -92,6 +92,7 @@ def prefill_stopped(run: Run, stage: Stage) -> None:
     {Stage.BEFORE_READ: ["receive_timed_out"], Stage.BEFORE_WORD: ["receive_timed_out"]},
     transports=("tcp",),
     decode={"agent_rebuilt": 1},
+    may_abort_prefill=True,
 )
 def prefill_stopped_for_long(run: Run, stage: Stage) -> None:
     """Prefill is stopped while a read is held; over TCP the read cannot end, and the agent is destroyed."""

@@ -105,9 +105,12 @@ def one_of_two_sharers_leaves(run: Run) -> None:
 NUM_PREEMPTED, LONG_ANSWER = 10, 160
 
 
-@BOOK.case("receive_verified")
+@BOOK.case("receive_verified", "grant_expired", "receive_stale")
 def preempted(run: Run) -> None:
-    """More requests than decode has blocks for: some are preempted, and computed again."""
+    """More requests than decode has blocks for: some are preempted, and computed again.
+
+    A lease of one second may end while so many wait.
+    """
     questions = [run.bed.question(180, seed=60 + i, max_tokens=LONG_ANSWER) for i in range(NUM_PREEMPTED)]
     before = run.bed.decode.metrics().get(PREEMPTIONS, 0.0)
     for question in questions:
@@ -140,6 +143,7 @@ def _cut_while_held(run: Run, stage: Stage, question: Question) -> None:
 @BOOK.at_stages(
     {Stage.BEFORE_READ: ["receive_timed_out"], Stage.BEFORE_WORD: ["receive_timed_out"]},
     decode={"agent_rebuilt": 1},
+    may_abort_prefill=True,
     **LINK,
 )
 def link_cut(run: Run, stage: Stage) -> None:

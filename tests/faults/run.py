@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +30,8 @@ class Case:
     ``outcomes`` are those that decode may count for the requests that came with params; none of them when it counts in
     another life. ``decode`` and ``prefill`` name other counters and what they gain at least, ``never`` what decode
     must not count. ``transports`` are those that the fault exists on. With ``kills_decode`` a lost connection is an
-    answer.
+    answer. With ``may_abort_prefill`` an agent is destroyed in the middle of a read over TCP, which UCX, at the other
+    end, is known not to survive.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Case:
     restarts: bool = False
     needs_link: bool = False
     kills_decode: bool = False
+    may_abort_prefill: bool = False
 
 
 class Book:
@@ -83,7 +86,7 @@ class Book:
         options: Mapping[str, Any],
     ) -> None:
         assert name not in self.cases
-        self.cases[name] = Case(name, (about or "").strip(), act, frozenset(outcomes), **options)
+        self.cases[name] = Case(name, (about or "").strip().split("\n\n")[0], act, frozenset(outcomes), **options)
 
 
 def _at(act: Callable[["Run", Stage], None], stage: Stage, run: "Run") -> None:
@@ -204,11 +207,14 @@ def run_case(bed: Bed, case: Case) -> Row:
     bed.stages.clear()
     before = bed.counters()
     num_asked = _act(bed, case, row)
-    for name in _bury(bed, row):
-        bed.restart(name)
-    _judge_counters(bed, case, row, before, num_asked)
-    _judge_answers(case, row)
-    _judge_aftermath(bed, row)
+    _bury(bed, case, row)
+    try:
+        _judge_counters(bed, case, row, before, num_asked)
+        _judge_answers(case, row)
+        _judge_aftermath(bed, row)
+    except (requests.RequestException, ValueError) as error:
+        row.problems.append(f"afterwards: {error!r}")
+        _bury(bed, case, row)
     row.seconds = time.monotonic() - began
     return row
 
@@ -226,13 +232,21 @@ def _act(bed: Bed, case: Case, row: Row) -> int:
         return run.num_asked
 
 
-def _bury(bed: Bed, row: Row) -> list[str]:
-    """The engines that died of the case, without its own doing: those it kills, it also restarts."""
-    dead = bed.dead()
-    row.num_deaths = len(dead)
-    engines = {"prefill": bed.prefill, "decode": bed.decode}
-    row.problems += [f"{name} died: {engines[name].log_tail(3)}" for name in dead]
-    return dead
+def _bury(bed: Bed, case: Case, row: Row) -> None:
+    """Count and restart the engines that died of the case without its own doing: those it kills, it also restarts."""
+    for name in bed.dead(patience_seconds=ABORT_SECONDS if case.may_abort_prefill else 0.0):
+        words = bed.last_words(name)
+        if case.may_abort_prefill and name == "prefill" and _UCX_ABORT.search(words):
+            row.num_aborts += 1
+        else:
+            row.num_deaths += 1
+            row.problems.append(f"{name} died: {words[-500:]}")
+        bed.restart(name)
+
+
+ABORT_SECONDS = 5.0
+"""An engine whose worker has died says so after this at the latest."""
+_UCX_ABORT = re.compile(r"^\[.*\] +\w+\.\w+:\d+ +(Fatal|Assertion)", re.MULTILINE)
 
 
 def _judge_counters(

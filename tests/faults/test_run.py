@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import requests
 
 from tests.faults.__main__ import totals
 from tests.faults.run import Case, NotInjectedError, run_case
@@ -21,9 +22,6 @@ class Engine:
     life: int = 1
     metrics: dict[str, float] = field(default_factory=dict)
 
-    def log_tail(self, num_lines: int) -> str:
-        return "its last words"
-
 
 @dataclass
 class FakeBed:
@@ -39,13 +37,17 @@ class FakeBed:
     left: dict[str, Any] = field(default_factory=dict)
     died: list[str] = field(default_factory=list)
     restarted: list[str] = field(default_factory=list)
+    words: str = "its last words"
     settle_seconds: float = 0.0
 
     def counters(self):
         return {name: (getattr(self, name).life, dict(getattr(self, name).metrics)) for name in ("prefill", "decode")}
 
-    def dead(self):
-        return self.died
+    def dead(self, patience_seconds):
+        return [name for name in self.died if name not in self.restarted]
+
+    def last_words(self, name):
+        return self.words
 
     def restart(self, name):
         self.restarted.append(name)
@@ -129,6 +131,34 @@ def test_a_problem_is_found(bed, change, case, numbers):
     assert len(row.problems) == 1
     assert (row.num_hangs, row.num_leaks, row.num_deaths) == numbers
     assert bed.restarted == bed.died
+
+
+@pytest.mark.parametrize(
+    ("words", "may_abort", "died", "num_aborts"),
+    [
+        ("[vm:1:0:2] ucp_request.inl:356  Fatal: unexpected error: Endpoint timeout", True, "prefill", 1),
+        ("[vm:1:0:2]     stubs.c:107  Assertion `0' failed", True, "prefill", 1),
+        ("[vm:1:0:2] ucp_request.inl:356  Fatal: unexpected error: Endpoint timeout", False, "prefill", 0),
+        ("[vm:1:0:2] ucp_request.inl:356  Fatal: unexpected error: Endpoint timeout", True, "decode", 0),
+        ("Segmentation fault", True, "prefill", 0),
+    ],
+)
+def test_only_the_known_abort_of_ucx_is_no_problem(bed, words, may_abort, died, num_aborts):
+    bed.words, bed.died = words, [died]
+    row = run_case(bed, replace(CASE, may_abort_prefill=may_abort))
+    assert (row.num_aborts, row.num_deaths, len(row.problems)) == (num_aborts, 1 - num_aborts, 1 - num_aborts)
+    assert bed.restarted == [died]
+
+
+def test_an_engine_that_dies_afterwards_is_found(bed):
+    def recovers() -> Judgement:
+        bed.died = ["prefill"]
+        raise requests.ConnectionError
+
+    bed.recovers = recovers
+    row = run_case(bed, CASE)
+    assert row.num_deaths == 1
+    assert bed.restarted == ["prefill"]
 
 
 def test_a_connection_that_breaks_with_its_engine_is_an_answer(bed):

@@ -128,7 +128,10 @@ PER_REQUEST = LOSSES | {
 
 @dataclass
 class Row:
-    """One case as it went. It is good when ``problems`` is empty; the numbers tell what kind they are of."""
+    """One case as it went. It is good when ``problems`` is empty; the numbers tell what kind they are of.
+
+    ``num_aborts`` counts deaths that UCX is known for, which are no problem of ours; docs/operations.md tells of them.
+    """
 
     name: str
     transport: str
@@ -139,6 +142,7 @@ class Row:
     num_hangs: int = 0
     num_leaks: int = 0
     num_deaths: int = 0
+    num_aborts: int = 0
     seconds: float = 0.0
     skipped: str = ""
 
