@@ -1,7 +1,7 @@
 """What to read: token positions -> pairs of blocks -> descriptor indices, and how many runs they merge into."""
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, groupby
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from pd_transfer.core.layout import BlockRun, DescriptorRow, EngineLayout, block
 Indices = npt.NDArray[np.int32]
 
 _BY_INDEX = attrgetter("index")
-_BEFORE_ALL: Indices = np.array([-1], dtype=np.int32)
+_NO_BLOCKS = BlockRun(-1, 0, 0)
 _MAX_POSITION = 2**30
 
 
@@ -63,7 +63,8 @@ def plan_read(
     """Pair the needed blocks of each local group with the granted ones by position, layer by layer.
 
     Groups are matched by their layers, so the two sides may group layers differently. ``needed[i]`` belongs to
-    ``local.groups[i]`` and ``granted[i]`` to ``remote.groups[i]``; the layouts have passed ``layout_mismatch``.
+    ``local.groups[i]``, its positions ascend; ``granted[i]`` belongs to ``remote.groups[i]``, in any order. The layouts
+    have passed ``layout_mismatch``.
     """
     if len(needed) != len(local.groups):
         return Uncovered(f"{len(needed)} groups of blocks are to be filled, this engine has {len(local.groups)}")
@@ -74,23 +75,31 @@ def plan_read(
     counts = tuple(int(columns.counts.sum()) for columns in wanted)
     num_descriptors = sum(count * len(group.layers) for count, group in zip(counts, local.groups, strict=True))
     to, of = np.empty(num_descriptors, dtype=np.int32), np.empty(num_descriptors, dtype=np.int32)
-    start, row, num_bytes = 0, 0, 0
+    start, row = 0, 0
     for group_index, group in enumerate(local.groups):
         paired: dict[int, tuple[Indices, Indices]] = {}
-        for layer in group.layers:
-            remote_row, remote_group = sites[layer.name]
+        for remote_group, layers in groupby(group.layers, lambda layer: sites[layer.name][1]):
             if remote_group not in paired:
                 pair = _pair(wanted[group_index], granted[remote_group], remote.num_blocks)
                 if isinstance(pair, int):
                     return Uncovered(f"group {group_index} needs the block at position {pair}, which is not granted")
                 paired[remote_group] = pair
-            local_ids, remote_ids = paired[remote_group]
-            stop = start + len(local_ids)
-            np.add(local_ids, np.int32(row * local.num_blocks), out=to[start:stop])
-            np.add(remote_ids, np.int32(remote_row * remote.num_blocks), out=of[start:stop])
-            num_bytes += len(local_ids) * layer.page_bytes
-            start, row = stop, row + 1
+            remote_rows = [sites[layer.name][0] for layer in layers]
+            rows = range(row, row + len(remote_rows))
+            stop = start + len(rows) * counts[group_index]
+            _fill(to[start:stop], rows, local.num_blocks, paired[remote_group][0])
+            _fill(of[start:stop], remote_rows, remote.num_blocks, paired[remote_group][1])
+            start, row = stop, rows.stop
+    num_bytes = sum(
+        count * layer.page_bytes for count, group in zip(counts, local.groups, strict=True) for layer in group.layers
+    )
     return ReadPlan(to, of, num_bytes, counts)
+
+
+def _fill(out: Indices, rows: Sequence[int], num_blocks: int, block_ids: Indices) -> None:
+    """The descriptors of some blocks in several rows, row by row."""
+    firsts = np.array(rows, dtype=np.int32) * np.int32(num_blocks)
+    np.add.outer(firsts, block_ids, out=out.reshape(len(rows), len(block_ids)))
 
 
 def _layer_sites(layout: EngineLayout) -> dict[str, tuple[int, int]]:
@@ -123,21 +132,26 @@ def _columns(runs: Sequence[BlockRun]) -> _Columns:
 def _pair(wanted: _Columns, granted: Sequence[BlockRun], num_remote_blocks: int) -> tuple[Indices, Indices] | int:
     """Local and remote block ids, position by position; the first position that is not granted otherwise."""
     positions, local_ids = wanted.spread()
-    offers = _columns(sorted((run for run in granted if _is_offer(run, num_remote_blocks)), key=_BY_INDEX))
-    # Before the first offer comes one of no blocks, so that every position has an offer at or before it.
-    starts = np.concatenate([_BEFORE_ALL, offers.indices])
-    ends = np.concatenate([_BEFORE_ALL, offers.indices + offers.counts])
-    shifts = np.concatenate([_BEFORE_ALL, offers.block_ids - offers.indices])
-    at = np.searchsorted(starts, positions, side="right") - 1
-    is_missing = positions >= ends[at]
+    offers = _columns(_offers(granted, num_remote_blocks))
+    bounds = np.searchsorted(positions, offers.indices)
+    num_positions = np.concatenate([bounds[1:], [len(positions)]]) - bounds
+    is_missing = positions >= np.repeat(offers.indices + offers.counts, num_positions)
     if is_missing.any():
         return int(positions[is_missing.argmax()])
-    return local_ids, positions + shifts[at]
+    return local_ids, positions + np.repeat(offers.block_ids - offers.indices, num_positions)
 
 
-def _is_offer(run: BlockRun, num_blocks: int) -> bool:
-    """Whether a run names only blocks of the pool, at positions that a table can have; block 0 is never read."""
-    return 0 <= run.index < _MAX_POSITION and run.count > 0 and 0 < run.block_id <= num_blocks - run.count
+def _offers(granted: Sequence[BlockRun], num_blocks: int) -> list[BlockRun]:
+    """The runs that name only blocks of the pool, at positions that a table can have; block 0 is never read.
+
+    They ascend. The first one comes before all positions and has no blocks, so that each position has one before it.
+    """
+    runs = [
+        run
+        for run in granted
+        if 0 <= run.index < _MAX_POSITION and run.count > 0 and 0 < run.block_id <= num_blocks - run.count
+    ]
+    return sorted([_NO_BLOCKS, *runs], key=_BY_INDEX)
 
 
 def num_merged(plan: ReadPlan, local_rows: Sequence[DescriptorRow], remote_rows: Sequence[DescriptorRow]) -> int:
