@@ -63,6 +63,11 @@ class Admin:
         router.add_post(DRAIN_PATH, self._drain)
         router.add_route("*", PREFIX + "{path:.*}", self._nothing)
 
+    def allow_reading(self, request: web.Request) -> None:
+        """Raises ``ProxyError`` (401) if there is a token and the request does not have it."""
+        if self._token is not None:
+            self._authorize(request)
+
     async def _list(self, request: web.Request) -> web.Response:
         self._authorize(request)
         return self._answer()

@@ -56,6 +56,7 @@ def configuration(arguments: Sequence[str]) -> ProxyConfig:
         ),
         config_file=given.config,
         admin_token_file=given.admin_token_file,
+        otlp_endpoint=given.otlp_endpoint,
         arguments=tuple(arguments),
     )
 
@@ -113,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         help="TOML file of these options, whose engines are followed",
     )
     add("--admin-token-file", type=Path, metavar="FILE", help="file with the admin API's bearer token")
+    add("--otlp-endpoint", metavar="URL", help="OTLP/HTTP address for spans, as http://HOST:4318/v1/traces")
     _add_routing(parser)
     _add_timeouts(parser, defaults.timeouts)
     _add_limits(parser, defaults.limits)

@@ -73,6 +73,8 @@ class ProxyConfig:
     """Read again when it changes."""
     admin_token_file: Path | None = None
     """Holds the token of the admin API, which is off without one."""
+    otlp_endpoint: str | None = None
+    """Where spans go, an OTLP/HTTP address; None for no spans."""
     arguments: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """The command line, to be read again together with the file."""
 

@@ -5,6 +5,7 @@ Nothing here decides what to do about a failure; ``exchange`` does.
 
 import asyncio
 import io
+import re
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ HELD_BACK_BYTES = 4 << 20
 """How much of a plain reply is read before any of it is passed on, so that an engine lost meanwhile can be replaced."""
 
 _LARGE_BODY_BYTES = 1 << 20
+_ID_WITHIN_BYTES = 1024
+_REQUEST_ID = re.compile(rb'"(?:id|request_id)": ?"([\w.:/-]{1,256})"', re.ASCII)
 _EVENT_STREAM = "text/event-stream"
 _BUSY_STATUSES = frozenset({408, 429, 503})
 _PASSED_ON_SERVER_ERRORS = frozenset({501})
@@ -74,6 +77,12 @@ class Reply:
     def is_event_stream(self) -> bool:
         """Whether the body is a stream of server-sent events."""
         return self._response.content_type == _EVENT_STREAM
+
+    @property
+    def request_id(self) -> str:
+        """The engine's own id of the request, for logs, from the first bytes of its answer; ask before reading."""
+        found = _REQUEST_ID.search(self._head, 0, _ID_WITHIN_BYTES)
+        return found[1].decode() if found else ""
 
     async def next_chunk(self) -> bytes:
         """The next bytes of the body as they come, empty at its end.

@@ -20,10 +20,10 @@ from proxy.config import RoutingConfig
 from proxy.engines import EngineClient, EngineRequest, ForwardedBody, Reply
 from proxy.errors import EngineFailedError, FailureKind, ProxyError
 from proxy.headers import for_rank
-from proxy.metrics import Metrics
 from proxy.registry import Engine, Load, Registry
 from proxy.releases import Releases
 from proxy.routing import NO_HINTS, Attempts, Hints, Role
+from proxy.sight import Sight
 from proxy.story import Mode, Story
 
 logger = logging.getLogger("proxy.exchange")
@@ -43,11 +43,12 @@ class Exchange:
     """Runs requests on pairs of engines."""
 
     def __init__(
-        self, client: EngineClient, registry: Registry, metrics: Metrics, releases: Releases, config: RoutingConfig
+        self, client: EngineClient, registry: Registry, sight: Sight, releases: Releases, config: RoutingConfig
     ) -> None:
         self._client = client
         self._registry = registry
-        self._metrics = metrics
+        self._metrics = sight.metrics
+        self._tracing = sight.tracing
         self._releases = releases
         self._config = config
 
@@ -97,6 +98,7 @@ class Exchange:
                 raise
             else:
                 engine.health.answered()
+                request.story.decoded(reply.request_id)
                 return reply
 
     async def forward(self, method: str, target: str, headers: CIMultiDict[str], body: ForwardedBody) -> Reply:
@@ -169,7 +171,8 @@ class Exchange:
         """One attempt on an engine, told to whoever wants to know; the headers to send there."""
         request.story.attempt(role, load.url, load.rank)
         begin = perf_counter()
-        yield for_rank(request.headers, load.rank)
+        with self._tracing.leg(role, load.url, for_rank(request.headers, load.rank)) as headers:
+            yield headers
         seconds = perf_counter() - begin
         request.story.succeeded(role, seconds)
         self._metrics.leg_seconds(role, seconds)

@@ -45,7 +45,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self.requests = Counter(
+        self._requests = Counter(
             "pd_proxy_requests", "Client requests by how they ended", ("endpoint", "outcome"), registry=self._registry
         )
         self.fallbacks = Counter(
@@ -67,6 +67,13 @@ class Metrics:
         self._failures = Counter(
             "pd_proxy_engine_failures", "Failed attempts on an engine", ("role", "kind"), registry=self._registry
         )
+        self._first_byte_seconds = Histogram(
+            "pd_proxy_first_byte_seconds",
+            "From a client's request to the first byte of its answer",
+            ("endpoint",),
+            buckets=_LEG_BUCKETS,
+            registry=self._registry,
+        )
         self._leg_seconds = Histogram(
             "pd_proxy_leg_seconds",
             "Time of one attempt on an engine: prefill's whole answer, decode's first byte",
@@ -74,6 +81,12 @@ class Metrics:
             buckets=_LEG_BUCKETS,
             registry=self._registry,
         )
+
+    def request_ended(self, endpoint: str, outcome: str, first_byte_seconds: float | None) -> None:
+        """Count a client's request by how it ended."""
+        self._requests.labels(endpoint, outcome).inc()
+        if first_byte_seconds is not None:
+            self._first_byte_seconds.labels(endpoint).observe(first_byte_seconds)
 
     def leg_seconds(self, role: Role, seconds: float) -> None:
         """Note the time of one attempt that succeeded; failed ones are counted, by ``engine_failed``."""

@@ -1,15 +1,17 @@
-"""What the proxy answers itself, for those who operate it: is it alive, is it ready, what does it count."""
+"""What the proxy answers itself, for those who operate it: alive, ready, metrics, a status page, the admin API."""
+
+from importlib.resources import files
 
 from aiohttp import web
 
 from proxy import admin
 from proxy.admission import Admission
-from proxy.metrics import Metrics
 from proxy.registry import Registry
 from proxy.respond import json_response
 from proxy.routing import Role
+from proxy.sight import Sight
 
-_READ_PATHS = frozenset({"/health", "/ready", "/metrics"})
+_READ_PATHS = frozenset({"/health", "/ready", "/metrics", "/status", "/status.json"})
 _READING_METHODS = frozenset({"GET", "HEAD"})
 
 
@@ -21,17 +23,21 @@ def is_own(request: web.Request) -> bool:
 class Operations:
     """The handlers for operators."""
 
-    def __init__(self, registry: Registry, admission: Admission, metrics: Metrics, administration: admin.Admin) -> None:
+    def __init__(self, registry: Registry, admission: Admission, sight: Sight, administration: admin.Admin) -> None:
         self._registry = registry
-        self._admin = administration
         self._admission = admission
-        self._metrics = metrics
+        self._metrics = sight.metrics
+        self._journal = sight.journal
+        self._admin = administration
+        self._page = files("proxy").joinpath("status.html").read_text(encoding="utf-8")
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
         """Add our paths, for reading only: with any other method they are an engine's."""
         router.add_get("/health", self._health)
         router.add_get("/ready", self._ready)
         router.add_get("/metrics", self._show_metrics)
+        router.add_get("/status", self._show_page)
+        router.add_get("/status.json", self._status)
         self._admin.add_routes(router)
 
     async def _health(self, _request: web.Request) -> web.Response:
@@ -50,3 +56,25 @@ class Operations:
 
     async def _show_metrics(self, _request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    async def _show_page(self, _request: web.Request) -> web.Response:
+        """The page itself, which holds nothing; it reads ``/status.json``."""
+        policy = {"Content-Security-Policy": _PAGE_POLICY}
+        return web.Response(text=self._page, content_type="text/html", charset="utf-8", headers=policy)
+
+    async def _status(self, request: web.Request) -> web.Response:
+        """Engines, load, recent requests and errors, newest first; needs the admin token if there is one."""
+        self._admin.allow_reading(request)
+        status = {
+            "draining": self._admission.draining,
+            "in_flight": self._admission.in_flight,
+            "queued": self._admission.queued,
+            "engines": admin.engine_list(self._registry),
+            "recent": list(reversed(self._journal.recent)),
+            "failed": list(reversed(self._journal.failed)),
+        }
+        return json_response(200, status)
+
+
+_PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+"""The page loads nothing from anywhere and talks to this proxy only."""

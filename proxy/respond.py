@@ -10,13 +10,14 @@ from proxy.dialects import END_MARK_EVENT, OPENAI, Dialect
 from proxy.engines import Reply
 from proxy.errors import Answer, EngineFailedError, FailureKind
 from proxy.headers import REQUEST_ID
+from proxy.journal import Record
 from proxy.metrics import BROKEN_STREAM
 from proxy.prompts import EngineErrorEvent, EventSplitter, StreamMerger, merge_replies
 
 REQUEST_ID_KEY = web.RequestKey("request_id", str)
 """Every request carries its id under this key."""
-OUTCOME_KEY = web.RequestKey("outcome", str)
-"""Set when the HTTP status does not say how a request ended."""
+RECORD_KEY = web.RequestKey("record", Record)
+"""What will be told of a request; its outcome is set here when the HTTP status does not say how it ended."""
 
 _BLANK_LINES = (b"\n\n", b"\r\n\r\n")
 _LENGTH_AND_CODING = ("Content-Length", "Content-Encoding")
@@ -49,8 +50,9 @@ async def relay_reply(request: web.Request, reply: Reply, dialect: Dialect) -> w
             while chunk := await reply.next_chunk():
                 await response.write(chunk)
                 last = chunk
+            request[RECORD_KEY].answered(last)
         except EngineFailedError as failure:
-            request[OUTCOME_KEY] = BROKEN_STREAM
+            request[RECORD_KEY].outcome = BROKEN_STREAM
             response.force_close()
             if reply.is_event_stream:
                 error = failure.as_proxy_error()
@@ -72,6 +74,7 @@ async def relay_merged(request: web.Request, replies: Sequence[Reply], per_promp
             body = merge_replies([await reply.read() for reply in replies], per_prompt)
         except EngineFailedError as failure:
             raise failure.as_proxy_error() from failure
+        request[RECORD_KEY].answered(body)
         return complete(request, Answer(replies[0].status, replies[0].headers, body))
     finally:
         for reply in replies:
@@ -98,8 +101,9 @@ async def _merge_streams(request: web.Request, replies: Sequence[Reply], per_pro
             for number, reply in enumerate(replies):
                 group.create_task(pump(number, reply))
         end = merger.finish()
+        request[RECORD_KEY].answered(end)
     except ExceptionGroup as failures:
-        request[OUTCOME_KEY] = BROKEN_STREAM
+        request[RECORD_KEY].outcome = BROKEN_STREAM
         response.force_close()
         end = _end_of_stream(failures.exceptions[0])
     await response.write(end)
@@ -121,4 +125,5 @@ async def _start(request: web.Request, reply: Reply) -> web.StreamResponse:
     headers[REQUEST_ID] = request[REQUEST_ID_KEY]
     response = web.StreamResponse(status=reply.status, headers=headers)
     await response.prepare(request)
+    request[RECORD_KEY].answering()
     return response

@@ -16,9 +16,11 @@ from proxy.endpoints import ENDPOINTS, dialect_of, name_of
 from proxy.engines import EngineRequest, ForwardedBody, Reply
 from proxy.errors import ProxyError
 from proxy.exchange import Exchange
-from proxy.metrics import CLIENT_GONE, Metrics, outcome_of
+from proxy.journal import Record
+from proxy.metrics import CLIENT_GONE
 from proxy.operations import Operations, is_own
-from proxy.respond import OUTCOME_KEY, REQUEST_ID_KEY, complete, relay_merged, relay_reply
+from proxy.respond import RECORD_KEY, REQUEST_ID_KEY, complete, relay_merged, relay_reply
+from proxy.sight import Sight
 
 logger = logging.getLogger("proxy.server")
 
@@ -31,13 +33,13 @@ class Server:
     """The request handlers."""
 
     def __init__(
-        self, config: ProxyConfig, exchange: Exchange, admission: Admission, metrics: Metrics, operations: Operations
+        self, config: ProxyConfig, exchange: Exchange, admission: Admission, sight: Sight, operations: Operations
     ) -> None:
         self._config = config
         self._operations = operations
         self._exchange = exchange
         self._admission = admission
-        self._metrics = metrics
+        self._sight = sight
 
     def application(self) -> web.Application:
         """The aiohttp application."""
@@ -51,15 +53,19 @@ class Server:
     def _guard(self) -> Middleware:
         @web.middleware
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-            request[REQUEST_ID_KEY] = headers.request_id_for(request.headers.get(headers.REQUEST_ID), "")
+            request_id = headers.request_id_for(request.headers.get(headers.REQUEST_ID), "")
+            request[REQUEST_ID_KEY] = request_id
+            record = request[RECORD_KEY] = Record(request_id, name_of(request.path))
             if is_own(request):
                 return await self._answered(request, handler)
-            outcome = CLIENT_GONE
+            status = None
             try:
-                response = await self._answered(request, self._in_turn(handler))
-                outcome = request.get(OUTCOME_KEY) or outcome_of(response.status)
+                with self._sight.tracing.request(record.endpoint, request_id, request.headers):
+                    response = await self._answered(request, self._in_turn(handler))
+                status = response.status
             finally:
-                self._metrics.requests.labels(name_of(request.path), outcome).inc()
+                record.ended(status)
+                self._sight.journal.note(record)
             return response
 
         return guard
@@ -81,13 +87,14 @@ class Server:
             return self._failed(request, ProxyError(error.status, error.reason))
         except ConnectionError:
             # The client is gone: nobody reads this response.
-            request[OUTCOME_KEY] = CLIENT_GONE
+            request[RECORD_KEY].outcome = CLIENT_GONE
             return web.Response()
         except Exception:
             logger.exception("request %s: a bug in the proxy", request[REQUEST_ID_KEY])
             return self._failed(request, ProxyError(500, "The proxy failed to handle this request"))
 
     def _failed(self, request: web.Request, error: ProxyError) -> web.Response:
+        request[RECORD_KEY].error = str(error)
         response = complete(request, error.answer(dialect_of(request.path)))
         if self._admission.draining:
             response.force_close()
@@ -100,13 +107,14 @@ class Server:
         request_id = headers.request_id_for(
             request.headers.get(headers.REQUEST_ID), relay.text_field(body, "request_id")
         )
-        request[REQUEST_ID_KEY] = request_id
+        request[REQUEST_ID_KEY] = request[RECORD_KEY].request_id = request_id
         bodies = [body]
         # What one engine answers without a hand-off, it answers for all prompts at once.
         if endpoint.takes_prompt_lists and not endpoint.rules.needs_one_engine(body):
             bodies = prompts.split_prompts(body, self._config.limits.max_prompts)
         engine_headers = headers.without_compression(headers.request_headers(request.headers, request_id))
         requests = [EngineRequest(endpoint, engine_headers, body, hints_of(request.headers, body)) for body in bodies]
+        request[RECORD_KEY].prompts = [leg.story for leg in requests]
         if len(requests) == 1:
             return await relay_reply(request, await self._exchange.open(requests[0]), endpoint.dialect)
         replies = await self._open_all(requests)

@@ -19,12 +19,13 @@ from proxy.config import ProxyConfig, Timeouts
 from proxy.config_file import ConfigFile
 from proxy.engines import KEEP_ALIVE_SECONDS, EngineClient
 from proxy.exchange import Exchange
-from proxy.metrics import Metrics
 from proxy.operations import Operations
 from proxy.registry import Registry
 from proxy.releases import Releases
 from proxy.routing import POLICIES, Role
 from proxy.server import Server
+from proxy.sight import sight
+from proxy.tracing import tracing_to
 
 logger = logging.getLogger("proxy.service")
 
@@ -60,7 +61,8 @@ class RunningProxy:
 async def running(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
     """A proxy for as long as the context lasts.
 
-    Raises ``OSError`` if it cannot listen where it is told to, and ``ConfigError`` if the token file holds no token.
+    Raises ``OSError`` if it cannot listen where it is told to, and ``ConfigError`` if the token file holds no token
+    or spans cannot be made.
 
     Requests that are open when the context ends are cut off; ``RunningProxy.drain`` first.
     """
@@ -70,15 +72,15 @@ async def running(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
     registry.add(Role.PREFILL, config.prefill_urls, config.routing.num_ranks)
     registry.add(Role.DECODE, config.decode_urls, config.routing.num_ranks)
     admission = Admission(config.limits)
-    metrics = Metrics()
-    metrics.watch(registry, admission)
+    seen = sight(tracing_to(config.otlp_endpoint))
+    seen.metrics.watch(registry, admission)
     async with _session(config.timeouts) as session:
         client = EngineClient(session, config.timeouts)
-        releases = Releases(client, registry, metrics)
-        exchange = Exchange(client, registry, metrics, releases, config.routing)
+        releases = Releases(client, registry, seen.metrics)
+        exchange = Exchange(client, registry, seen, releases, config.routing)
         administration = Admin(registry, token, config.routing.num_ranks)
-        operations = Operations(registry, admission, metrics, administration)
-        server = Server(config, exchange, admission, metrics, operations)
+        operations = Operations(registry, admission, seen, administration)
+        server = Server(config, exchange, admission, seen, operations)
         # Without handler_cancellation aiohttp lets a handler run on when its client has left.
         runner = web.AppRunner(
             server.application(), handler_cancellation=True, access_log=None, shutdown_timeout=_CANCEL_SECONDS
@@ -96,6 +98,7 @@ async def running(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
                 async with asyncio.timeout(_CUT_OFF_SECONDS):
                     await admission.wait_idle()
             await releases.finish()
+            await asyncio.to_thread(seen.tracing.close)
 
 
 def _following(config: ProxyConfig, registry: Registry) -> list[Coroutine[None, None, NoReturn]]:

@@ -53,6 +53,10 @@ class Story:
         """A leg's last attempt brought an answer."""
         self.legs[role].seconds = seconds
 
+    def decoded(self, request_id: str) -> None:
+        """Decode said which request it was to itself."""
+        self.legs[Role.DECODE].request_id = request_id
+
     def prefilled(self, request_id: str, prompt_tokens: int) -> None:
         """Prefill said which request it was to itself, and how long the prompt is."""
         self.legs[Role.PREFILL].request_id = request_id

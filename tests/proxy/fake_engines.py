@@ -31,9 +31,6 @@ IMPATIENT = replace(PATIENT, prefill_seconds=0.2, decode_seconds=0.2, idle_secon
 IDLE = replace(PATIENT, idle_seconds=0.2)
 
 
-LIMITS = {limit.name for limit in fields(Limits)}
-
-
 GENERATING = (
     "/v1/completions",
     "/v1/chat/completions",
@@ -382,13 +379,15 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(
-    prefills=1, decodes=1, *, leaves_open=0, unreachable=(), timeouts=PATIENT, admin_token_file=None, **settings
-):
+async def cluster(prefills=1, decodes=1, *, leaves_open=0, unreachable=(), **settings):
     """A running proxy with fake engines. ``unreachable`` names engines, as 'p0' or 'd1', that do not listen.
 
-    ``settings`` are fields of ``Limits`` and ``RoutingConfig``.
+    ``settings`` are fields of ``Limits``, ``RoutingConfig`` and ``ProxyConfig``.
     """
+
+    def of(kind):
+        return {field.name: settings[field.name] for field in fields(kind) if field.name in settings}
+
     ledger = Ledger()
     engines = {f"p{i}": FakeEngine(ledger) for i in range(prefills)}
     engines |= {f"d{i}": FakeEngine(ledger) for i in range(decodes)}
@@ -402,10 +401,9 @@ async def cluster(
         prefill_urls=tuple(engine.url for engine in prefill_engines),
         decode_urls=tuple(engine.url for engine in decode_engines),
         port=0,
-        timeouts=timeouts,
-        admin_token_file=admin_token_file,
-        limits=Limits(**{name: value for name, value in settings.items() if name in LIMITS}),
-        routing=RoutingConfig(**{name: value for name, value in settings.items() if name not in LIMITS}),
+        limits=Limits(**of(Limits)),
+        routing=RoutingConfig(**of(RoutingConfig)),
+        **{"timeouts": PATIENT, **of(ProxyConfig)},
     )
     try:
         async with running(config) as proxy, aiohttp.ClientSession() as client:

@@ -9,10 +9,10 @@ from aiohttp.test_utils import TestClient, TestServer
 from proxy.admin import Admin
 from proxy.admission import Admission
 from proxy.config import ProxyConfig
-from proxy.metrics import Metrics
 from proxy.operations import Operations
 from proxy.registry import Registry
 from proxy.server import Server
+from proxy.sight import sight
 from tests.proxy.fake_engines import IMPATIENT, asynchronous, cluster, error_of, events
 
 PATH = "/v1/completions"
@@ -96,9 +96,9 @@ class BuggyExchange:
 @asynchronous
 async def test_a_bug_of_ours_still_has_the_shape_of_an_error(caplog):
     config = ProxyConfig(("http://p:1",), ("http://d:1",))
-    admission, metrics = Admission(config.limits), Metrics()
-    operations = Operations(Registry({}), admission, metrics, Admin(Registry({}), None))
-    server = Server(config, BuggyExchange(), admission, metrics, operations)
+    admission, seen = Admission(config.limits), sight()
+    operations = Operations(Registry({}), admission, seen, Admin(Registry({}), None))
+    server = Server(config, BuggyExchange(), admission, seen, operations)
     async with TestClient(TestServer(server.application())) as client:
         response = await client.post(PATH, json=STREAM)
         assert response.status == 500

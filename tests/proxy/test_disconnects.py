@@ -14,12 +14,12 @@ from proxy.admission import Admission
 from proxy.config import ProxyConfig, Timeouts
 from proxy.engines import EngineClient
 from proxy.exchange import Exchange
-from proxy.metrics import Metrics
 from proxy.operations import Operations
 from proxy.registry import Registry
 from proxy.releases import Releases
 from proxy.routing import Role, least_tokens
 from proxy.server import Server
+from proxy.sight import sight
 from tests.proxy.fake_engines import Drop, FakeEngine, Ledger, asynchronous, cluster, until
 
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 5}
@@ -189,21 +189,21 @@ async def server_that_does_not_cancel():
     prefill, decode = FakeEngine(ledger), FakeEngine(ledger)
     await prefill.start()
     await decode.start()
-    registry, metrics = Registry(dict.fromkeys(Role, least_tokens)), Metrics()
+    registry, seen = Registry(dict.fromkeys(Role, least_tokens)), sight()
     registry.add(Role.PREFILL, [prefill.url])
     registry.add(Role.DECODE, [decode.url])
     config = ProxyConfig((prefill.url,), (decode.url,))
     admission = Admission(config.limits)
     async with aiohttp.ClientSession() as session:
         client = EngineClient(session, Timeouts())
-        exchange = Exchange(client, registry, metrics, Releases(client, registry, metrics), config.routing)
-        operations = Operations(registry, admission, metrics, Admin(registry, None))
-        server = Server(config, exchange, admission, metrics, operations)
+        exchange = Exchange(client, registry, seen, Releases(client, registry, seen.metrics), config.routing)
+        operations = Operations(registry, admission, seen, Admin(registry, None))
+        server = Server(config, exchange, admission, seen, operations)
         runner = web.AppRunner(server.application(), access_log=None, shutdown_timeout=0.01)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}", decode, admission, metrics
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}", decode, admission, seen.metrics
         finally:
             await runner.cleanup()
             await asyncio.gather(prefill.stop(), decode.stop())

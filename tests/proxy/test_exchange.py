@@ -10,11 +10,11 @@ from proxy.config import RoutingConfig
 from proxy.endpoints import COMPLETIONS
 from proxy.engines import EngineRequest
 from proxy.exchange import Exchange
-from proxy.metrics import Metrics
 from proxy.registry import Registry
 from proxy.relay import Prefilled, parse_body
 from proxy.releases import Releases
 from proxy.routing import Role, least_tokens
+from proxy.sight import sight
 from tests.proxy.fake_engines import asynchronous
 
 PARAMS = msgspec.Raw(b'{"grant":"g"}')
@@ -55,9 +55,10 @@ class Fixture:
         self.registry = Registry(dict.fromkeys(Role, least_tokens))
         self.registry.add(Role.PREFILL, ["p"])
         self.registry.add(Role.DECODE, ["d0", "d1"])
-        self.metrics = Metrics()
+        seen = sight()
+        self.metrics = seen.metrics
         self.releases = Releases(self.client, self.registry, self.metrics)
-        self.exchange = Exchange(self.client, self.registry, self.metrics, self.releases, RoutingConfig())
+        self.exchange = Exchange(self.client, self.registry, seen, self.releases, RoutingConfig())
 
     async def cancelled(self, task):
         task.cancel()

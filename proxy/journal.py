@@ -1,0 +1,87 @@
+"""One record for every client request: a line of JSON in the log, and the last ones for the status page.
+
+Room for the next feature: a fact about a request is a field of ``Record``, or of ``story.Story`` if it is about one of
+its prompts, and appears in both places by itself.
+"""
+
+import logging
+import re
+from collections import deque
+from dataclasses import dataclass, field
+from time import perf_counter
+from time import time as wall_clock
+
+import msgspec
+
+from proxy.metrics import CLIENT_GONE, Metrics, outcome_of
+from proxy.story import Story
+
+logger = logging.getLogger("proxy.requests")
+
+KEPT_RECORDS = 200
+"""How many records the status page can show, of all requests and of failed ones each."""
+
+_FINE = frozenset({"ok", CLIENT_GONE})
+_ANSWER_TOKENS = re.compile(rb'"(?:completion|output)_tokens": ?(\d{1,12})\b')
+_TAIL_BYTES = 4096
+
+
+@dataclass
+class Record:
+    """What is told of one client request. Times are seconds; None means that it did not come to that."""
+
+    request_id: str
+    endpoint: str
+    time: float = field(default_factory=wall_clock)
+    """When it came, on the wall clock."""
+    outcome: str = ""
+    """One of the outcomes of ``metrics``; empty until it is known."""
+    status: int | None = None
+    error: str | None = None
+    seconds: float = 0.0
+    """From the request's head to the end of its answer."""
+    first_byte_seconds: float | None = None
+    answer_tokens: int | None = None
+    """As the engine counts them in the usage, if it told it."""
+    prompts: list[Story] = field(default_factory=list)
+    """One for every prompt that went through the two legs; none for what is only forwarded."""
+
+    def __post_init__(self) -> None:
+        # No field, since it means nothing to anybody else.
+        self._begun = perf_counter()
+
+    def answering(self) -> None:
+        """The first byte goes to the client."""
+        self.first_byte_seconds = self._elapsed()
+
+    def ended(self, status: int | None) -> None:
+        """Nothing more goes to the client. None is for an answer that nobody waited for."""
+        self.status = status
+        self.seconds = self._elapsed()
+        self.outcome = self.outcome or (CLIENT_GONE if status is None else outcome_of(status))
+
+    def answered(self, last: bytes) -> None:
+        """The answer ended with these bytes."""
+        if found := _ANSWER_TOKENS.findall(last[-_TAIL_BYTES:]):
+            self.answer_tokens = int(found[-1])
+
+    def _elapsed(self) -> float:
+        return perf_counter() - self._begun
+
+
+class Journal:
+    """Takes the records of all requests."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self.recent: deque[Record] = deque(maxlen=KEPT_RECORDS)
+        self.failed: deque[Record] = deque(maxlen=KEPT_RECORDS)
+
+    def note(self, record: Record) -> None:
+        """A request has ended."""
+        self._metrics.request_ended(record.endpoint, record.outcome, record.first_byte_seconds)
+        self.recent.append(record)
+        if record.outcome not in _FINE:
+            self.failed.append(record)
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("%s", msgspec.json.encode(record).decode())
