@@ -76,13 +76,14 @@ class Gate:
                 self._answer(self._zap.recv_multipart(zmq.NOBLOCK))
 
     def close(self) -> None:
-        """Stop watching. The router is closed by its owner, afterwards."""
+        """Close the router, then what stands before it: at no time is there a router and nobody at its door."""
         # libzmq waits for room in the queue while it holds the lock that ends the monitor.
         with contextlib.suppress(zmq.Again):
             while True:
                 self._monitor.recv_multipart(zmq.NOBLOCK)
         self._router.disable_monitor()
         self._monitor.close(linger=0)
+        self._router.close()
         self._zap.close(linger=0)
 
     def _answer(self, question: list[bytes]) -> None:
@@ -108,19 +109,18 @@ class Gate:
             self._failure = _PROTOCOL_FAILURES.get(value, _NO_HANDSHAKE)
 
     def _arrive(self, descriptor: int) -> str:
-        """Who it is, an empty string if it has left already; hangs up when the address is shut out.
-
-        The descriptor is libzmq's and may be closed, or something else's, by now: what is looked at and shut is a
-        duplicate, which cannot change any more.
-        """
-        try:
-            with socket.socket(fileno=os.dup(descriptor)) as connection:
-                host = str(connection.getpeername()[0])
-                if not self._book.may_try(host) and connection.getsockname()[1] == self._port():
-                    connection.shutdown(socket.SHUT_RDWR)
-                return host
-        except OSError:
+        """Who it is, an empty string if it has left already; hangs up when the address is shut out."""
+        connection = accepted_at(descriptor, self._port())
+        if connection is None:
             return ""
+        with connection:
+            try:
+                host = str(connection.getpeername()[0])
+                if not self._book.may_try(host):
+                    connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                return ""
+            return host
 
     def _port(self) -> int:
         return int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
@@ -144,3 +144,26 @@ class Gate:
                 reason,
                 WINDOW_SECONDS,
             )
+
+
+def accepted_at(descriptor: int, port: int) -> socket.socket | None:
+    """The connection to ``port`` of this process that libzmq said has this descriptor; None when there is none.
+
+    The descriptor is libzmq's and may be closed, or anything else's, by now: what is returned is a duplicate, which
+    cannot change any more. It is the caller's to close.
+    """
+    try:
+        duplicate = os.dup(descriptor)
+    except OSError:
+        return None
+    try:
+        connection = socket.socket(fileno=duplicate)
+    except OSError:  # it is no socket
+        os.close(duplicate)
+        return None
+    with contextlib.suppress(OSError):
+        # AF_UNIX and others have names of other shapes, or none.
+        if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getsockname()[1] == port:
+            return connection
+    connection.close()
+    return None

@@ -2,6 +2,9 @@
 
 Time goes by in windows that are the same for all addresses; a new one begins with an empty book. So a list of fixed
 length is all the memory that strangers get, and an address that was shut out is let in again by the next window.
+
+Shut out means that nine of ten connections are hung up on. Behind one address there may be a stranger and an engine,
+which a prefill engine that has just started does not know yet: it gets in within some tries, and is known then.
 """
 
 import time
@@ -11,6 +14,8 @@ from collections.abc import Callable
 WINDOW_SECONDS = 60.0
 MAX_TRIES = 60
 """Connections per address and window before the address is shut out."""
+LET_THROUGH = 10
+"""Of so many connections from an address that is shut out, one is let through."""
 MAX_ADDRESSES = 1024
 """Addresses that are remembered. More in one window are not bounded: a known engine must never be the one too many."""
 MAX_LINES = 20
@@ -41,7 +46,8 @@ class StrangerBook:
         if host in self._known or (host not in self._tries and len(self._tries) >= MAX_ADDRESSES):
             return True
         self._tries[host] += 1
-        return self._tries[host] <= self._max_tries
+        excess = self._tries[host] - self._max_tries
+        return excess <= 0 or excess % LET_THROUGH == 0
 
     def admit(self, host: str) -> None:
         """A listed engine was admitted from ``host``."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pd_transfer.config import PdConfig
+from pd_transfer.config import PdConfig, parse_host_port
 from pd_transfer.core.layout import DescriptorRow, MemoryRange
 from pd_transfer.core.params import Address
 from pd_transfer.sidechannel.base import SideChannel
@@ -25,9 +25,11 @@ class Parts:
 def real_parts(config: PdConfig) -> Parts:
     """ZeroMQ and NIXL. Opening a side channel reads the key file, so that only scheduler processes hold keys."""
     parameters = config.nixl_backend_params
+    reserved = frozenset(Address(*parse_host_port(peer)) for peer in config.peers)
 
     def open_side_channel(bind: Address | None) -> SideChannel:
-        return ZmqSideChannel(bind, read_keys(Path(config.key_file)) if config.key_file else None)
+        keys = read_keys(Path(config.key_file)) if config.key_file else None
+        return ZmqSideChannel(bind, keys, reserved=reserved)
 
     def serve(name: str, region: MemoryRange, words: MemoryRange) -> ServeTransport:
         from pd_transfer.transport.nixl import NixlServeTransport  # only workers need NIXL

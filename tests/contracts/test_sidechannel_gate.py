@@ -1,6 +1,7 @@
 """A keyed ROUTER's door: who is admitted, what strangers see, and what they cost."""
 
 import logging
+import os
 import re
 import select
 import socket
@@ -19,8 +20,12 @@ from tests.contracts.sidechannel_beds import address_of, exchange, receive_reque
 pytest.importorskip("zmq")
 
 import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from pd_transfer.sidechannel.curve import CurveKeys, new_client_keys, new_server_keys
+from pd_transfer.sidechannel.gate import Gate, accepted_at
+from pd_transfer.sidechannel.sockets import new_dealer, new_router
 from pd_transfer.sidechannel.zmq import ZmqSideChannel
 
 LOCAL = Address("127.0.0.1", 0)
@@ -212,6 +217,68 @@ class TestFloods:
         closing.start()
         closing.join(20.0)
         assert not closing.is_alive()
+
+
+class TestADoorThatNobodyKeeps:
+    """Libzmq admits every client key when nobody answers for a ROUTER, unless it is told not to."""
+
+    def test_nobody_gets_in(self, keys: CurveKeys) -> None:
+        with zmq.Context() as context:
+            router, dealer = new_router(context, 5.0, keys), new_dealer(context, 5.0, keys)
+            monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            with monitor, dealer, router:
+                dealer.connect(f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}")
+                dealer.send(b"hello")
+                assert recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED
+                assert not router.poll(0)
+                dealer.disable_monitor()
+
+    def test_who_is_listed_gets_in_when_somebody_keeps_it(self, keys: CurveKeys) -> None:
+        """The control."""
+        with zmq.Context() as context:
+            router, dealer = new_router(context, 5.0, keys), new_dealer(context, 5.0, keys)
+            gate = Gate(context, router, keys.clients.values())
+            with dealer:
+                dealer.connect(f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}")
+                dealer.send(b"hello")
+
+                def is_heard() -> bool:
+                    gate.work()
+                    return bool(router.poll(10))
+
+                until(is_heard)
+                gate.close()
+            assert router.closed, "it does not outlive its door"
+
+
+class TestWhatADescriptorIsByNow:
+    """Libzmq names connections by their descriptors, which may be closed and opened anew as anything."""
+
+    def test_a_connection_to_the_port(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            with socket.create_connection(("127.0.0.1", port)) as asker, listener.accept()[0] as accepted:
+                found = accepted_at(accepted.fileno(), port)
+                assert found is not None
+                with found:
+                    assert found.getpeername() == asker.getsockname()
+                assert accepted_at(accepted.fileno(), port + 1) is None
+                assert accepted_at(asker.fileno(), port) is None
+
+    @pytest.mark.parametrize("kind", ["pipe", "unix", "closed"])
+    def test_something_else(self, kind: str) -> None:
+        first, second = os.pipe() if kind != "unix" else (each.detach() for each in socket.socketpair())
+        descriptors = {first, second}
+        try:
+            if kind == "closed":
+                os.close(first)
+                descriptors.remove(first)
+            before = os.listdir("/proc/self/fd")
+            assert accepted_at(first, 5600) is None
+            assert os.listdir("/proc/self/fd") == before, "nothing is left open"
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
 
 class TestLogs:

@@ -2,7 +2,14 @@
 
 import pytest
 
-from pd_transfer.sidechannel.strangers import MAX_ADDRESSES, MAX_LINES, MAX_TRIES, WINDOW_SECONDS, StrangerBook
+from pd_transfer.sidechannel.strangers import (
+    LET_THROUGH,
+    MAX_ADDRESSES,
+    MAX_LINES,
+    MAX_TRIES,
+    WINDOW_SECONDS,
+    StrangerBook,
+)
 
 
 class Clock:
@@ -33,6 +40,12 @@ def test_an_address_is_shut_out_after_its_tries_until_the_window_ends(book, cloc
     assert not book.may_try("a")
     clock.now += 0.001
     assert tries(book, "a", MAX_TRIES + 1) == [True] * MAX_TRIES + [False]
+
+
+def test_one_of_ten_is_let_through_so_that_an_engine_behind_the_same_address_gets_in(book):
+    """After a restart of prefill nobody is known, and a stranger may use up every window's tries."""
+    tries(book, "a", MAX_TRIES)
+    assert tries(book, "a", 3 * LET_THROUGH) == ([False] * (LET_THROUGH - 1) + [True]) * 3
 
 
 def test_where_an_engine_was_admitted_nobody_is_shut_out(book):

@@ -1,11 +1,12 @@
 """What only ZeroMQ can get wrong: junk on the port, foreign senders, silent peers, addresses."""
 
 import errno
+import os
 import random
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
@@ -18,7 +19,8 @@ pytest.importorskip("zmq")
 
 import zmq
 
-from pd_transfer.sidechannel.zmq import MAX_PEERS, ZmqSideChannel
+from pd_transfer.sidechannel.dealers import MAX_PEERS
+from pd_transfer.sidechannel.zmq import ZmqSideChannel
 
 LOCAL = Address("127.0.0.1", 0)
 
@@ -32,8 +34,9 @@ def opened() -> Iterator[Callable[..., ZmqSideChannel]]:
             bind: Address | None = None,
             heartbeat_seconds: float = 5.0,
             max_peers: int = MAX_PEERS,
+            reserved: Sequence[Address] = (),
         ) -> ZmqSideChannel:
-            endpoint = ZmqSideChannel(bind, None, heartbeat_seconds, max_peers)
+            endpoint = ZmqSideChannel(bind, None, heartbeat_seconds, max_peers, reserved)
             stack.callback(endpoint.close)
             return endpoint
 
@@ -58,6 +61,30 @@ def foreign() -> Iterator[Callable[[int], zmq.Socket[bytes]]]:
 
 def local(server: ZmqSideChannel) -> Address:
     return address_of(server, LOCAL.host)
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@contextmanager
+def silent() -> Iterator[tuple[socket.socket, Address]]:
+    """Somebody who accepts connections and says nothing, as what a client names may."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(30.0)
+        yield listener, Address("127.0.0.1", listener.getsockname()[1])
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Whether a connection's other end has not closed it."""
+    connection.setblocking(False)
+    with suppress(BlockingIOError, ConnectionResetError):
+        while connection.recv(4096):
+            pass
+        return False
+    with suppress(BrokenPipeError, ConnectionResetError):
+        return connection.send(b"\xff") == 1
+    return False
 
 
 def poll_until(endpoint: ZmqSideChannel, is_done: Callable[[], bool]) -> list[Received]:
@@ -293,11 +320,55 @@ class TestAddresses:
     def test_number_of_peers_is_bounded(self, opened: Callable[..., ZmqSideChannel]) -> None:
         servers, asker = [opened(LOCAL) for _ in range(3)], opened(max_peers=2)
         addresses = [local(server) for server in servers]
-        for address in addresses:
-            asker.send_request(address, b"hello")
+        for server, address in zip(servers[:2], addresses, strict=False):
+            exchange(asker, server, address)
+        asker.send_request(addresses[2], b"hello")
         assert asker.num_dropped == 1
         asker.disconnect(addresses[0])
         exchange(asker, servers[2], addresses[2])
+
+    def test_who_never_answered_makes_room(
+        self, opened: Callable[..., ZmqSideChannel], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        known, server, asker = opened(LOCAL), opened(LOCAL), opened(max_peers=2)
+        exchange(asker, known, local(known))
+        with silent() as (listener, address):
+            asker.send_request(address, b"hello")
+            stranger, _ = listener.accept()
+            with stranger:
+                assert not caplog.messages
+                exchange(asker, server, local(server))
+                until(lambda: not is_open(stranger))
+        exchange(asker, known, local(known))
+        assert asker.num_dropped == 0
+        asker.send_request(LOCAL._replace(port=1), b"one more")
+        assert asker.num_dropped == 1, "who answered stays"
+        (line,) = caplog.messages
+        assert "more than 2 addresses" in line
+
+    def test_reserved_addresses_have_places_of_their_own(self, opened: Callable[..., ZmqSideChannel]) -> None:
+        with silent() as (slow, slow_address), silent() as (listener, address):
+            known, late = opened(LOCAL), opened(LOCAL)
+            asker = opened(max_peers=1, reserved=[slow_address, local(late)])
+            asker.send_request(slow_address, b"hello")
+            asker.send_request(address, b"hello")
+            (starting, _), (stranger, _) = slow.accept(), listener.accept()
+            with starting, stranger:
+                exchange(asker, known, local(known))
+                until(lambda: not is_open(stranger))
+                assert is_open(starting), "it has not answered yet, and keeps its place"
+            exchange(asker, late, local(late))
+            exchange(asker, known, local(known))
+
+    def test_all_places_together_leave_half_of_the_usual_descriptors(
+        self, opened: Callable[..., ZmqSideChannel]
+    ) -> None:
+        with socket.create_server(("", 0), backlog=2 * MAX_PEERS) as listener:
+            asker, port = opened(), listener.getsockname()[1]
+            before = num_descriptors()
+            for number in range(2 * MAX_PEERS):
+                asker.send_request(Address(f"127.0.{number // 100 + 1}.{number % 100 + 1}", port), b"hello")
+            until(lambda: 4 * (MAX_PEERS - 1) <= num_descriptors() - before <= 1024 // 2)
 
     @pytest.mark.parametrize(
         ("address", "advice"),

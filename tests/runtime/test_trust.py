@@ -21,6 +21,7 @@ pytest.importorskip("zmq")
 
 from pd_transfer.cli.main import main
 from pd_transfer.sidechannel.curve import new_client_keys, read_keys, write_keys
+from pd_transfer.sidechannel.dealers import MAX_PEERS
 from pd_transfer.vllm.parts import real_parts
 
 LOCAL = "127.0.0.1"
@@ -169,6 +170,36 @@ def test_no_secret_is_shown_by_a_whole_life(deployment, caplog):
         keys = read_keys(deployment.folder / key_file)
         for secret in filter(None, (keys.client_secret, keys.server_secret)):
             assert secret not in caplog.text
+
+
+def is_hung_up(connection, seconds):
+    """Whether the other end closes a connection within some seconds."""
+    connection.settimeout(seconds)
+    try:
+        while connection.recv(64):
+            pass
+    except TimeoutError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("is_configured", [True, False])
+def test_addresses_that_clients_name_do_not_push_out_a_configured_peer(is_configured):
+    """Not even one that has not answered yet; any other, the control, gives up its place."""
+    with ExitStack() as stack:
+        named = stack.enter_context(socket.create_server((LOCAL, 0)))
+        last = stack.enter_context(socket.create_server((LOCAL, 0)))
+        address = Address(*named.getsockname())
+        config = PdConfig(peers=(f"{LOCAL}:{address.port}",) if is_configured else ())
+        asker = real_parts(config).open_side_channel(None)
+        stack.callback(asker.close)
+        asker.send_request(address, HELLO)
+        peer = stack.enter_context(named.accept()[0])
+        for number in range(MAX_PEERS):
+            asker.send_request(Address(f"127.0.1.{number + 1}", address.port), HELLO)
+        asker.send_request(Address(*last.getsockname()), HELLO)
+        stack.enter_context(last.accept()[0])
+        assert is_hung_up(peer, 0.2 if is_configured else 30.0) != is_configured
 
 
 # ------------------------------------------------------------------------------------------------------------- start-up
