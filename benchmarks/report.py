@@ -55,7 +55,7 @@ def new_report(
     """A report of a run that has just ended on this machine."""
     return Report(
         name=name,
-        command=" ".join(["scripts/bench", name, *arguments]),
+        command=" ".join(["scripts/bench", name, *_without_folder(arguments)]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=_machine(),
         versions=_versions(),
@@ -64,6 +64,17 @@ def new_report(
         notes=tuple(notes),
         data=dict(data or {}),
     )
+
+
+def _without_folder(arguments: Sequence[str]) -> list[str]:
+    """Where a report was stored is no part of it: it may be tracked, and tracked files name no machine's paths."""
+    kept, rest = [], iter(arguments)
+    for argument in rest:
+        if argument == "--out":
+            next(rest, None)
+        elif not argument.startswith("--out="):
+            kept.append(argument)
+    return kept
 
 
 def write(report: Report, folder: Path) -> list[Path]:

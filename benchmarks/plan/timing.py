@@ -30,10 +30,9 @@ def functions(num_tokens: int = NUM_TOKENS) -> dict[str, Callable[[], object]]:
     for name, numbering in NUMBERINGS.items():
         pull = make_pull(groups, num_tokens, numbering)
         plan, rows, needed = pull.plan(), descriptor_rows(pull.layout, 0), pull.needed()
-        ids = [[block.block_id for block in table] for table in pull.tables]
         found[f"{PLAN}, {name}"] = partial(plan_read, pull.layout, pull.layout, needed, pull.granted)
         found[f"{NEEDED}, {name}"] = pull.needed
-        found[f"{GRANT}, {name}"] = lambda ids=ids: [block_runs(table) for table in ids]
+        found[f"{GRANT}, {name}"] = lambda pull=pull: [block_runs(table) for table in pull.tables]
         found[f"{MERGED}, {name}"] = partial(num_merged, plan, rows, rows)
     return found
 

@@ -29,7 +29,7 @@ from benchmarks.scale.subject import Subject
 from pd_transfer.cli.transfers import NUMBERINGS
 from pd_transfer.config import PdConfig
 from pd_transfer.core.messages import Hello, encode
-from pd_transfer.sidechannel.zmq import MAX_PEERS
+from pd_transfer.sidechannel.dealers import MAX_PEERS
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -180,8 +180,9 @@ def notes(deployment: Deployment, found: Sequence[Limit]) -> list[str]:
     if math.isfinite(when):
         share = 1 - MAX_PEERS / deployment.num_prefill
         result.append(
-            f"A decode engine has met {MAX_PEERS} prefill engines after {when / 3600:.1f} h. From then on {share:.0%} "
-            "of its prompts name one that it cannot ask, and it computes them itself. Affine routing avoids that."
+            f"A decode engine that lists no peers has met {MAX_PEERS} prefill engines after {when / 3600:.1f} h. Then "
+            f"on {share:.0%} of its prompts name one that it cannot ask, and it computes them itself. Listed in the "
+            "setting peers they have places of their own; affine routing helps too."
         )
     result.append(f"After one hour it has met {peers_met(deployment, 3600):,.0f}.")
     return result

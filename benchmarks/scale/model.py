@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pd_transfer.config import PdConfig
-from pd_transfer.sidechannel.zmq import MAX_PEERS
+from pd_transfer.sidechannel.dealers import MAX_PEERS
 
 RENEWALS_PER_PERIOD = 3
 """As the decode scheduler renews: three times in the shorter of the two lease periods."""
@@ -122,11 +122,11 @@ def limits(deployment: Deployment, costs: Costs, num_blocks: int, num_rows: int,
             f"room for {room} at a time; the others' prompts are computed on decode",
         ),
         Limit(
-            "peers of a decode engine (MAX_PEERS)",
+            "prefill engines that decode's setting peers does not list (MAX_PEERS)",
             MAX_PEERS,
             num_peers,
             "a Hello to the next one is dropped: its prompts wait handshake_seconds and are then computed on decode; "
-            "idle peers are never let go",
+            "a peer that answered is never let go, however long it idles",
         ),
         Limit(
             "open files of a decode scheduler",

@@ -58,7 +58,7 @@ class Subject:
 
     def block_ids(self) -> tuple[int, ...]:
         """The blocks that one prompt keeps under lease."""
-        return tuple(block.block_id for table in self.pull("contiguous").tables for block in table if block.block_id)
+        return tuple(block_id for table in self.pull("contiguous").tables for block_id in table if block_id)
 
     def engine(self, number: int) -> EngineDescription:
         """The ``number``-th engine."""

@@ -16,7 +16,7 @@ from pd_transfer.cli.geometry import (
 )
 from pd_transfer.cli.models import Attention, Model
 from pd_transfer.core.layout import BlockRun, EngineLayout, block_runs, descriptor_rows
-from pd_transfer.core.plan import ReadPlan, TableBlock, needed_runs, num_merged, plan_read
+from pd_transfer.core.plan import ReadPlan, needed_runs, num_merged, plan_read
 
 NUMBERINGS: dict[str, Numbering] = {
     "contiguous": lambda position: position,
@@ -60,7 +60,7 @@ class Pull:
     """What ``plan_read`` is given for one prompt, of which decode has nothing yet."""
 
     layout: EngineLayout
-    tables: tuple[tuple[TableBlock, ...], ...]
+    tables: list[list[int]]
     granted: tuple[tuple[BlockRun, ...], ...]
     num_tokens: int
 
@@ -92,9 +92,8 @@ def make_pull(groups: Sequence[Group], num_prompt_tokens: int, numbering: Number
     num_tokens = num_prompt_tokens - 1
     tables = block_tables(groups, num_tokens, numbering)
     num_blocks = 2 + max(max(table) for table in tables)
-    fresh = tuple(tuple(TableBlock(block_id, is_hashed=False) for block_id in table) for table in tables)
     granted = tuple(block_runs(table) for table in tables)
-    return Pull(engine_layout(groups, num_blocks), fresh, granted, num_tokens)
+    return Pull(engine_layout(groups, num_blocks), tables, granted, num_tokens)
 
 
 def compare(model: Model, num_prompt_tokens: int, block_size_tokens: int) -> Comparison:

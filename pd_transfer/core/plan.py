@@ -33,25 +33,17 @@ class Uncovered(msgspec.Struct, frozen=True):
     reason: str
 
 
-class TableBlock(NamedTuple):
-    """One entry of a local block table. A hashed block is shared and must not be written."""
-
-    block_id: int
-    is_hashed: bool
-
-
 def needed_runs(
-    table: Sequence[TableBlock], block_size_tokens: int, num_local_tokens: int, num_tokens: int
+    block_ids: Sequence[int], block_size_tokens: int, num_local_tokens: int, num_tokens: int
 ) -> tuple[BlockRun, ...]:
     """The blocks of one group's table that must be filled so that tokens [num_local_tokens, num_tokens) are present.
 
-    vLLM's table already says what attention can still reach: out-of-window entries are the null block. What is hashed
-    came from the prefix cache and is right as it is.
+    ``block_ids`` is the table, with 0 where nothing may be written. There vLLM has its null block, which says that
+    attention reaches no further, or a hashed one, which is shared and right as it came from the prefix cache.
     """
     first = num_local_tokens // block_size_tokens
     end = -(-num_tokens // block_size_tokens)
-    wanted = [0 if is_hashed else block_id for block_id, is_hashed in table[first:end]]
-    return block_runs(wanted, first)
+    return block_runs(block_ids[first:end], first)
 
 
 def plan_read(

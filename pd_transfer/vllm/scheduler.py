@@ -29,7 +29,7 @@ from pd_transfer.core.params import (
     parse_params,
 )
 from pd_transfer.core.peers import PeerBook, PeerPolicy
-from pd_transfer.core.plan import TableBlock, needed_runs
+from pd_transfer.core.plan import needed_runs
 from pd_transfer.errors import UnsupportedError
 from pd_transfer.runtime.decode import DecodeSide
 from pd_transfer.runtime.orders import StepOrders, WorkerDescription, WorkerReport
@@ -211,7 +211,7 @@ class SchedulerHalf:
     ) -> tuple[tuple[BlockRun, ...], ...]:
         return tuple(
             needed_runs(
-                [TableBlock(block.block_id, block.block_hash is not None) for block in table],
+                [0 if block.block_hash is not None else block.block_id for block in table],
                 block_size,
                 num_local_tokens,
                 num_local_tokens + num_external_tokens,

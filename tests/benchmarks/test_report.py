@@ -47,11 +47,13 @@ def test_markdown_is_for_readers():
     )
 
 
-def test_no_report_names_a_machine(tmp_path):
+@pytest.mark.parametrize("folder", [["--out", "/somewhere/else"], ["--out=/somewhere/else"]])
+def test_no_report_names_a_folder(folder):
     """Results are tracked, and tracked files name no paths."""
-    text = markdown(report())
-    assert str(Path.home()) not in text
-    assert str(tmp_path) not in text
+    made = new_report("sample", ["--fast", *folder, "--last"], [TABLE])
+    assert made.command == "scripts/bench sample --fast --last"
+    assert "somewhere" not in markdown(made)
+    assert str(Path.home()) not in markdown(made)
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

@@ -34,7 +34,7 @@ from pd_transfer.core.messages import (
 from pd_transfer.core.outcomes import Outcome
 from pd_transfer.core.params import Grant, LeaseId, PeerKey, RequestId, parse_grant, seal_grant
 from pd_transfer.core.peers import ConnectPeer, PeerBook, PeerPolicy, PeerState, RetirePeer, SendMessage
-from pd_transfer.core.plan import ReadPlan, TableBlock, needed_runs, plan_read
+from pd_transfer.core.plan import ReadPlan, needed_runs, plan_read
 from pd_transfer.core.receives import (
     AbortRequested,
     ReadCompleted,
@@ -535,7 +535,7 @@ class System:
     def needed(self, request: Request):
         return tuple(
             needed_runs(
-                [TableBlock(block_id, block_id in request.hashed) for block_id in table],
+                [0 if block_id in request.hashed else block_id for block_id in table],
                 BLOCK_TOKENS,
                 request.num_local_tokens,
                 NUM_TOKENS,

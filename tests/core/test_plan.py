@@ -19,7 +19,7 @@ from pd_transfer.core.layout import (
     descriptor_rows,
     layout_mismatch,
 )
-from pd_transfer.core.plan import ReadPlan, TableBlock, Uncovered, needed_runs, num_merged, plan_read
+from pd_transfer.core.plan import ReadPlan, Uncovered, needed_runs, num_merged, plan_read
 from tests.core.examples import LAYOUT, PAGE_BYTES, make_layout
 
 
@@ -32,11 +32,6 @@ def vllm_table(num_tokens: int, block_size: int, window: int | None, block_ids: 
     num_null = num_skipped_tokens // block_size
     num_blocks = -(-num_tokens // block_size)
     return [0] * num_null + [next(block_ids) for _ in range(num_blocks - num_null)]
-
-
-def fresh(table: Sequence[int]) -> list[TableBlock]:
-    """A table none of whose blocks came from the prefix cache."""
-    return [TableBlock(block_id, is_hashed=False) for block_id in table]
 
 
 # --------------------------------------------------------------------------------------------------- the seed's example
@@ -59,7 +54,7 @@ def gemma_plan(num_prompt_tokens: int, local_ids: Iterator[int], remote_ids: Ite
     needed, granted = [], []
     for window in GEMMA_WINDOWS:
         local = vllm_table(num_tokens, BLOCK, window, local_ids)
-        needed.append(needed_runs(fresh(local), BLOCK, 0, num_tokens))
+        needed.append(needed_runs(local, BLOCK, 0, num_tokens))
         granted.append(block_runs(vllm_table(num_tokens, BLOCK, window, remote_ids)))
     plan = plan_read(GEMMA, GEMMA, needed, granted)
     assert isinstance(plan, ReadPlan)
@@ -107,7 +102,7 @@ def test_seed_example_does_not_merge_when_ids_lie_apart(local_step, remote_step)
 def test_seed_example_has_17_window_blocks_for_3970_to_4031_prompt_tokens(num_prompt_tokens, window_blocks):
     num_tokens = num_prompt_tokens - 1
     table = vllm_table(num_tokens, BLOCK, WINDOW, count(1))
-    (run,) = needed_runs(fresh(table), BLOCK, 0, num_tokens)
+    (run,) = needed_runs(table, BLOCK, 0, num_tokens)
     assert range(run.index, run.index + run.count) == window_blocks
 
 
@@ -256,7 +251,7 @@ def test_exactly_the_least_is_read(case):
     num_tokens = case.num_prompt_tokens - 1
     needed = [
         needed_runs(
-            [TableBlock(block_id, block_id in case.hashed) for block_id in table],
+            [0 if block_id in case.hashed else block_id for block_id in table],
             group.kind.block_size,
             case.num_local_tokens,
             num_tokens,
@@ -372,7 +367,7 @@ def test_nothing_needed_is_a_plan_without_descriptors():
 
 
 def test_only_blocks_between_the_local_tokens_and_the_last_are_needed():
-    table = [TableBlock(*entry) for entry in [(3, True), (4, False), (0, False), (6, True), (7, False), (8, False)]]
+    table = [0, 4, 0, 0, 7, 8]
     assert needed_runs(table, 16, 0, 80) == runs((1, 4, 1), (4, 7, 1))
     assert needed_runs(table, 16, 32, 81) == runs((4, 7, 2))
     assert needed_runs(table, 16, 80, 80) == ()
