@@ -13,6 +13,7 @@ import msgspec
 
 from pd_transfer.errors import ConfigError
 from pd_transfer.sidechannel.curve import (
+    ANYBODY,
     CurveKeys,
     new_client_keys,
     new_server_keys,
@@ -73,7 +74,7 @@ def _add(arguments: argparse.Namespace) -> None:
     name = _valid_name(arguments.name)
     server_path, path = arguments.folder / f"{SERVER}.key", arguments.folder / f"{name}.key"
     with _locked(arguments.folder):
-        server = read_keys(server_path)
+        server = read_keys(server_path, ANYBODY)  # it is the engine's; whoever may write it may run this command
         if name in server.clients:
             raise ConfigError(f"{server_path} lists {name!r} already; remove it first, or choose another name")
         _must_be_new(path)
@@ -88,7 +89,7 @@ def _remove(arguments: argparse.Namespace) -> None:
     name = _valid_name(arguments.name)
     server_path = arguments.folder / f"{SERVER}.key"
     with _locked(arguments.folder):
-        server = read_keys(server_path)
+        server = read_keys(server_path, ANYBODY)  # it is the engine's; whoever may write it may run this command
         if name not in server.clients:
             raise ConfigError(f"{server_path} does not list {name!r}; it lists {', '.join(server.clients)}")
         others = {other: key for other, key in server.clients.items() if other != name}

@@ -9,7 +9,7 @@ import os
 import stat
 import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,13 +67,21 @@ def new_client_keys(server: CurveKeys) -> CurveKeys:
     return CurveKeys(server_public=server.server_public, client_public=client_public, client_secret=client_secret)
 
 
-def read_keys(path: Path) -> CurveKeys:
-    """The keys in a file. Raises ConfigError, which says what to do and shows nothing of the file."""
+ANYBODY = range(1 << 32)
+"""All user ids."""
+
+
+def read_keys(path: Path, owners: Container[int] | None = None) -> CurveKeys:
+    """The keys in a file of one of ``owners``: user ids, by default root's and the effective one.
+
+    Raises ConfigError, which says what to do and shows nothing of the file.
+    """
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
-            if advice := unsafe_access(status.st_uid, stat.S_IMODE(status.st_mode), os.geteuid()):
-                raise ConfigError(f"key file {path} {advice} {path}")
+            owners = (0, os.geteuid()) if owners is None else owners
+            if advice := unsafe_access(path, status.st_uid, stat.S_IMODE(status.st_mode), owners):
+                raise ConfigError(f"key file {path} {advice}")
             content = file.read(_MAX_FILE_BYTES)
     except OSError as error:
         raise ConfigError(
@@ -88,16 +96,16 @@ def read_keys(path: Path) -> CurveKeys:
     return keys
 
 
-def unsafe_access(owner: int, mode: int, user: int) -> str | None:
-    """What is wrong with who may touch a key file, up to the path in the command that mends it; None when nothing is.
+def unsafe_access(path: Path, owner: int, mode: int, owners: Container[int]) -> str | None:
+    """What is wrong with who may touch a key file, and what mends it; None when nothing is.
 
     Root's files may be readable by a group: so Kubernetes mounts a Secret for a container that does not run as root.
     """
-    if owner not in (0, user):
-        return f"belongs to user {owner}, who could change it: chown {user}"
+    if owner not in owners:
+        return f"belongs to user {owner}, who could change it: chown it to the user that runs the engine, or to root"
     allowed = 0o740 if owner == 0 else 0o700
     if mode & 0o777 & ~allowed:
-        return f"is open to others than its owner ({mode:04o}): chmod 600"
+        return f"is open to others than its owner ({mode:04o}): chmod 600 {path}"
     return None
 
 

@@ -1,5 +1,6 @@
 """``pdt keys``: what lies in the folder afterwards, and whom the prefill engines admit."""
 
+import os
 import stat
 import subprocess
 import sys
@@ -104,6 +105,16 @@ def test_engines_that_are_added_at_the_same_time_are_all_listed(folder):
         name: read_keys(folder / f"{name}.key").client_public for name in names_added
     }.items() <= server.clients.items()
     assert names(folder) == {"prefill.key", "decode.key", *(f"{name}.key" for name in names_added)}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_root_lists_an_engine_in_a_file_that_was_given_away(folder):
+    run("new", folder)
+    os.chown(folder / "prefill.key", 1000, 1001)
+    assert run("add", folder, "decode-2") == 0
+    assert run("remove", folder, "decode-2") == 0
+    status = (folder / "prefill.key").stat()
+    assert (status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)) == (1000, 1001, 0o600)
 
 
 FAILING_ADD = """

@@ -3,6 +3,7 @@
 import os
 import re
 import stat
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from pd_transfer.errors import ConfigError
 pytest.importorskip("zmq")
 
 from pd_transfer.sidechannel.curve import (
+    ANYBODY,
     CurveKeys,
     new_client_keys,
     new_server_keys,
@@ -94,14 +96,14 @@ ENGINE, ELSE = 1000, 1001
         (0, 0o444, "0444"),
         (0, 0o442, "0442"),
         (0, 0o441, "0441"),
-        (ELSE, 0o600, f"belongs to user {ELSE}.*chown {ENGINE}"),
-        (ELSE, 0o440, f"belongs to user {ELSE}.*chown {ENGINE}"),
+        (ELSE, 0o600, f"belongs to user {ELSE}.*chown it to the user that runs the engine"),
+        (ELSE, 0o440, f"belongs to user {ELSE}.*chown it to the user that runs the engine"),
     ],
     ids=lambda value: f"{value:o}" if isinstance(value, int) else "",
 )
 def test_whose_file_may_be_how_open(owner, mode, wrong):
     """A Kubernetes Secret is root's, and its group's to read."""
-    advice = unsafe_access(owner, mode, ENGINE)
+    advice = unsafe_access(Path("prefill.key"), owner, mode, (0, ENGINE))
     assert (advice is None) == (wrong is None)
     if wrong is not None:
         assert re.search(wrong, advice)
@@ -116,8 +118,9 @@ def as_root():
 def test_somebody_elses_file_is_refused(path, server, as_root):
     write_keys(path, server)
     os.chown(path, ELSE, -1)
-    with pytest.raises(ConfigError, match=f"{path} belongs to user {ELSE}.*chown 0 {path}"):
+    with pytest.raises(ConfigError, match=f"{path} belongs to user {ELSE}.*chown it"):
         read_keys(path)
+    assert read_keys(path, ANYBODY) == server
     os.chown(path, 0, ELSE)
     path.chmod(0o440)
     assert read_keys(path) == server
