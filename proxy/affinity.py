@@ -21,7 +21,8 @@ def hints_of(headers: Mapping[str, str], body: Body) -> Hints:
     The prefix is taken from the JSON as it was sent: prompts that differ in its spelling only are not recognised. Its
     salt, if it has one, belongs to it, as it does in vLLM's prefix cache.
     """
-    prompt = b"".join(bytes(body[name])[:PREFIX_BYTES] for name in relay.PROMPT_FIELDS if name in body)[:PREFIX_BYTES]
+    parts = [bytes(memoryview(body[name])[:PREFIX_BYTES]) for name in relay.PROMPT_FIELDS if name in body]
+    prompt = b"".join(parts)[:PREFIX_BYTES]
     salt = bytes(body.get("cache_salt", b""))
     session = headers.get(SESSION_ID) or next(
         filter(None, (relay.text_field(body, name) for name in _SESSION_FIELDS)), ""

@@ -79,6 +79,13 @@ def arguments_of_file(path: Path) -> list[str]:
     return arguments
 
 
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Tells defaults, but not that there is none."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default else action.help
+
+
 class _Parser(argparse.ArgumentParser):
     """Reports mistakes to its caller, who may be a running proxy, instead of ending the program."""
 
@@ -92,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="pd-proxy",
         description="Route OpenAI-style requests to vLLM engines that prefill and vLLM engines that decode.",
         epilog="Example: pd-proxy --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Formatter,
         allow_abbrev=False,
     )
     add = parser.add_argument

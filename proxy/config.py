@@ -36,7 +36,7 @@ class Limits:
     max_body_bytes: int = 64 * _MIB
     max_prompts: int = 1024
     """In one completion request."""
-    max_in_flight: int = 4096
+    max_in_flight: int = 16384
     """Requests that are served at once."""
     max_queued: int = 4096
     """Requests that wait because so many are served."""

@@ -8,7 +8,7 @@ import pytest
 from tests.proxy.fake_engines import PATIENT, Drop, Refuse, asynchronous, cluster, completion, error_of, until
 
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 5}
-CHECKED = replace(PATIENT, health_seconds=0.05)
+CHECKED = replace(PATIENT, health_seconds=0.2)
 
 
 async def until_standing(c, engine, wanted):
