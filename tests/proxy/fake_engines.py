@@ -124,6 +124,7 @@ class FakeEngine:
         self.silent = False
         self.release_seconds = 0.0
         self.answer_seconds = 0.0
+        self.begin = None
         self._runner = None
         self._port = 0
 
@@ -248,7 +249,8 @@ class FakeEngine:
         await response.prepare(request)
         if fault is Drop.AFTER_HEAD:
             return await self._break(request, response, fault)
-        for number, event in enumerate(events(request.path, body)):
+        told = events(request.path, body) if self.begin is None else [self.begin, b""]
+        for number, event in enumerate(told):
             if number == 1:
                 await self.more.wait()
                 if fault is not None:
