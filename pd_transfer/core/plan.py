@@ -1,9 +1,9 @@
 """What to read: token positions -> pairs of blocks -> descriptor indices, and how many runs they merge into."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import chain, groupby
+from itertools import groupby
 from operator import attrgetter
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,8 +14,8 @@ from pd_transfer.core.layout import BlockRun, DescriptorRow, EngineLayout, block
 Indices = npt.NDArray[np.int32]
 
 _BY_INDEX = attrgetter("index")
-_NO_BLOCKS = BlockRun(-1, 0, 0)
-_MAX_POSITION = 2**30
+_NOTHING = BlockRun(0, 0, 0)
+"""An offer of no blocks: with it, every position has an offer at or before it."""
 
 
 class ReadPlan(msgspec.Struct, frozen=True):
@@ -55,16 +55,15 @@ def plan_read(
     """Pair the needed blocks of each local group with the granted ones by position, layer by layer.
 
     Groups are matched by their layers, so the two sides may group layers differently. ``needed[i]`` belongs to
-    ``local.groups[i]``, its positions ascend; ``granted[i]`` belongs to ``remote.groups[i]``, in any order. The layouts
-    have passed ``layout_mismatch``.
+    ``local.groups[i]``; ``granted[i]`` belongs to ``remote.groups[i]``, in any order. The layouts have passed
+    ``layout_mismatch``.
     """
     if len(needed) != len(local.groups):
         return Uncovered(f"{len(needed)} groups of blocks are to be filled, this engine has {len(local.groups)}")
     if len(granted) != len(remote.groups):
         return Uncovered(f"the grant lists {len(granted)} groups, the peer has {len(remote.groups)}")
     sites = _layer_sites(remote)
-    wanted = [_columns(runs) for runs in needed]
-    counts = tuple(int(columns.counts.sum()) for columns in wanted)
+    counts = tuple(sum(run.count for run in runs) for runs in needed)
     num_descriptors = sum(count * len(group.layers) for count, group in zip(counts, local.groups, strict=True))
     to, of = np.empty(num_descriptors, dtype=np.int32), np.empty(num_descriptors, dtype=np.int32)
     start, row = 0, 0
@@ -72,10 +71,10 @@ def plan_read(
         paired: dict[int, tuple[Indices, Indices]] = {}
         for remote_group, layers in groupby(group.layers, lambda layer: sites[layer.name][1]):
             if remote_group not in paired:
-                pair = _pair(wanted[group_index], granted[remote_group], remote.num_blocks)
-                if isinstance(pair, int):
-                    return Uncovered(f"group {group_index} needs the block at position {pair}, which is not granted")
-                paired[remote_group] = pair
+                pieces = _pair(needed[group_index], granted[remote_group], remote.num_blocks)
+                if isinstance(pieces, int):
+                    return Uncovered(f"group {group_index} needs the block at position {pieces}, which is not granted")
+                paired[remote_group] = _spread(pieces)
             remote_rows = [sites[layer.name][0] for layer in layers]
             rows = range(row, row + len(remote_rows))
             stop = start + len(rows) * counts[group_index]
@@ -100,50 +99,36 @@ def _layer_sites(layout: EngineLayout) -> dict[str, tuple[int, int]]:
     return {layer.name: (row, groups[row]) for row, layer in enumerate(layout.layers())}
 
 
-class _Columns(NamedTuple):
-    """Runs as columns: a prompt of 128k tokens may have thousands, and a loop over them takes tens of milliseconds."""
+def _pair(needed: Sequence[BlockRun], granted: Sequence[BlockRun], num_remote_blocks: int) -> list[int] | int:
+    """Pieces that are runs on both sides: first local block, first remote block and count, one after the other.
 
-    indices: Indices
-    block_ids: Indices
-    counts: Indices
-
-    def spread(self) -> tuple[Indices, Indices]:
-        """The position and the block id of every block."""
-        before = np.cumsum(self.counts, dtype=np.int32) - self.counts
-        steps = np.arange(self.counts.sum(), dtype=np.int32)
-        positions = steps + np.repeat(self.indices - before, self.counts)
-        return positions, steps + np.repeat(self.block_ids - before, self.counts)
-
-
-def _columns(runs: Sequence[BlockRun]) -> _Columns:
-    numbers = chain.from_iterable(map(msgspec.structs.astuple, runs))
-    table = np.fromiter(numbers, dtype=np.int32, count=3 * len(runs)).reshape(-1, 3)
-    return _Columns(table[:, 0], table[:, 1], table[:, 2])
-
-
-def _pair(wanted: _Columns, granted: Sequence[BlockRun], num_remote_blocks: int) -> tuple[Indices, Indices] | int:
-    """Local and remote block ids, position by position; the first position that is not granted otherwise."""
-    positions, local_ids = wanted.spread()
-    offers = _columns(_offers(granted, num_remote_blocks))
-    bounds = np.searchsorted(positions, offers.indices)
-    num_positions = np.concatenate([bounds[1:], [len(positions)]]) - bounds
-    is_missing = positions >= np.repeat(offers.indices + offers.counts, num_positions)
-    if is_missing.any():
-        return int(positions[is_missing.argmax()])
-    return local_ids, positions + np.repeat(offers.block_ids - offers.indices, num_positions)
-
-
-def _offers(granted: Sequence[BlockRun], num_blocks: int) -> list[BlockRun]:
-    """The runs that name only blocks of the pool, at positions that a table can have; block 0 is never read.
-
-    They ascend. The first one comes before all positions and has no blocks, so that each position has one before it.
+    The first position that is not granted otherwise.
     """
-    runs = [
-        run
-        for run in granted
-        if 0 <= run.index < _MAX_POSITION and run.count > 0 and 0 < run.block_id <= num_blocks - run.count
-    ]
-    return sorted([_NO_BLOCKS, *runs], key=_BY_INDEX)
+    offers = sorted([_NOTHING, *granted], key=_BY_INDEX)
+    starts = [offer.index for offer in offers]
+    pieces: list[int] = []
+    for run in needed:
+        position, end, shift = run.index, run.index + run.count, run.block_id - run.index
+        while position < end:
+            offer = offers[bisect_right(starts, position) - 1]
+            index, first, count = offer.index, offer.block_id, offer.count
+            # Outside the pool nothing is read, nor the null block, whatever a grant says.
+            if position >= index + count or not 0 < first <= num_remote_blocks - count:
+                return position
+            stop = min(end, index + count)
+            pieces += (position + shift, first + position - index, stop - position)
+            position = stop
+    return pieces
+
+
+def _spread(pieces: list[int]) -> tuple[Indices, Indices]:
+    """Local and remote block ids, block by block. At once for all pieces: there may be thousands."""
+    table = np.array(pieces, dtype=np.int32).reshape(-1, 3)
+    counts = table[:, 2]
+    ends = np.cumsum(counts, dtype=np.int32)
+    steps = np.arange(ends[-1] if pieces else 0, dtype=np.int32)
+    firsts = np.repeat(table[:, :2].T - (ends - counts), counts, axis=1)
+    return firsts[0] + steps, firsts[1] + steps
 
 
 def num_merged(plan: ReadPlan, local_rows: Sequence[DescriptorRow], remote_rows: Sequence[DescriptorRow]) -> int:
