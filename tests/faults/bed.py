@@ -29,7 +29,7 @@ from tests.stack.exactness import TOP_LOGPROBS, generated, hand_off, random_prom
 HANDSHAKE_SECONDS = 2.0
 BACKOFF_SECONDS = 0.5
 REJECTION_SECONDS = 1.0
-READ_SECONDS = 8.0
+READ_SECONDS = 12.0
 DRAIN_SECONDS = 2.0
 LEASE_SECONDS = 1.0
 LEASE_MAX_SECONDS = 20.0
@@ -206,7 +206,7 @@ class Bed:
         """Run the prefill leg; what the router would carry to decode."""
         return hand_off(self.prefill.url, question.prompt, cache_salt=question.salt)
 
-    def churn(self, num_prompts: int = 4) -> None:
+    def churn(self, num_prompts: int = 3) -> None:
         """Have other prompts take every block of prefill's pool that is not held: each takes more than a third."""
         for i in range(num_prompts):
             self._num_questions += 1

@@ -21,7 +21,7 @@ NAMES = (
     "cache_reset_before_word",
     "grant_for_blocks_of_others",
     "blocks_out_of_range_in_the_grant",
-    "stuck_during_read",
+    "client_leaves_a_stuck_read",
     "client_leaves_before_word",
     "three_samples",
     "prefill_stopped_before_read",
