@@ -1,11 +1,15 @@
 """Asking every engine for its health, again and again."""
 
 import asyncio
+import logging
 import random
 from typing import NoReturn
 
 from proxy.engines import EngineClient
+from proxy.health import Check
 from proxy.registry import Engine, Registry
+
+logger = logging.getLogger("proxy.checks")
 
 EARLIEST = 0.5
 """The part of the interval after which the next round may begin. Rounds are spread, so that the proxies of a fleet do
@@ -37,6 +41,11 @@ class Checks:
 
     async def _check(self, engine: Engine) -> None:
         try:
-            self._registry.checked(engine, await self._client.check(engine.url, self._interval_seconds))
+            found = await self._client.check(engine.url, self._interval_seconds)
+        except Exception:
+            # Left to the group, it would end the checks of all engines.
+            logger.exception("a bug in the proxy spoilt the check of %s engine %s", engine.role, engine.url)
+            found = Check.UNWELL
         finally:
             self._under_way.discard(engine)
+        self._registry.checked(engine, found)

@@ -90,6 +90,10 @@ def engine_url(text: str) -> str:
         raise ValueError(f"{text!r} has no valid port: {error}") from error
     if not parts.hostname or port == 0:
         raise ValueError(f"{text!r} names no host and port: write http://HOST:PORT")
+    try:
+        parts.hostname.encode("idna")
+    except UnicodeError as error:
+        raise ValueError(f"{text!r} has no valid host: {error}") from error
     if parts.query or parts.fragment or parts.username is not None or parts.password is not None:
         raise ValueError(f"{text!r} must not have a user, a query or a fragment: write http://HOST:PORT")
     if any(character.isspace() for character in text):

@@ -238,7 +238,8 @@ def _failures() -> Iterator[None]:
     """Turn what aiohttp raises into ``EngineFailedError``, here and nowhere else."""
     try:
         yield
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.InvalidURL, UnicodeError) as error:
+        # Names that DNS cannot hold, an empty label for example, are a UnicodeError of the resolver.
         raise EngineFailedError(FailureKind.UNREACHABLE, "An engine cannot be reached") from error
     except TimeoutError as error:
         raise EngineFailedError(FailureKind.TIMED_OUT, "An engine did not answer in time") from error

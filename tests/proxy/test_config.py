@@ -46,6 +46,8 @@ def test_everything_can_be_set():
         ("http://host:1/?a=b", "query"),
         ("http://host:1/#x", "fragment"),
         ("http://user:secret@host:1", "user"),
+        ("http://d..svc:8200", "no valid host"),
+        ("http://" + "d" * 64 + ".svc", "no valid host"),
         ("http://ho st:1", "space"),
         ("http://host:8000/v1", "give the address of the engine itself, http://host:8000"),
         ("http://host:8000/v1/", "give the address of the engine itself, http://host:8000"),

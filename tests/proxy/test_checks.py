@@ -1,0 +1,43 @@
+"""Checks of the engines' health, and what must not end them."""
+
+import asyncio
+import logging
+
+import aiohttp
+import pytest
+
+from proxy.checks import Checks
+from proxy.config import Timeouts
+from proxy.engines import EngineClient
+from proxy.health import Check, Standing
+from proxy.registry import Registry
+from proxy.routing import Role, least_tokens
+from tests.proxy.fake_engines import asynchronous, until
+
+
+class Client:
+    """An engine client whose check of one engine is a bug."""
+
+    async def check(self, url, _timeout_seconds):
+        if url == "bug":
+            raise RuntimeError("a bug")
+        return Check.WELL
+
+
+@asynchronous
+async def test_a_bug_in_one_check_ends_no_other_and_counts_against_its_engine(caplog):
+    registry = Registry(dict.fromkeys(Role, least_tokens))
+    registry.add(Role.DECODE, ["bug", "well"])
+    running = asyncio.create_task(Checks(Client(), registry, 0.01).run())
+    await until(lambda: [load.standing for load in registry.loads(Role.DECODE)] == [Standing.DOWN, Standing.UP])
+    assert not running.done()
+    assert {record.levelno for record in caplog.records if record.name == "proxy.checks"} == {logging.ERROR}
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+@asynchronous
+@pytest.mark.parametrize("host", ["d..svc", "d" * 64 + ".svc"])
+async def test_a_name_that_dns_cannot_hold_is_an_unreachable_engine(host):
+    async with aiohttp.ClientSession() as session:
+        assert await EngineClient(session, Timeouts()).check(f"http://{host}:8200", 1.0) is Check.UNWELL
