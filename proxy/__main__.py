@@ -8,6 +8,7 @@ import uvloop
 
 from proxy.command_line import parse_arguments
 from proxy.config import ConfigError, ProxyConfig
+from proxy.open_files import allow_open_files
 from proxy.service import serve
 
 logger = logging.getLogger("proxy")
@@ -18,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logger.info("%s", config)
+    allow_open_files(config.limits.max_in_flight)
     try:
         uvloop.run(serve(config, lambda address: _announce(address, config)))
     except ConfigError as error:

@@ -4,6 +4,7 @@ Nothing here decides what to do about a failure; ``exchange`` does.
 """
 
 import asyncio
+import errno
 import io
 import re
 from collections.abc import Awaitable, Iterator
@@ -38,6 +39,8 @@ _REQUEST_ID = re.compile(rb'"(?:id|request_id)": ?"([\w.:/-]{1,256})"', re.ASCII
 _EVENT_STREAM = "text/event-stream"
 _BUSY_STATUSES = frozenset({408, 429, 503})
 _PASSED_ON_SERVER_ERRORS = frozenset({501})
+_OWN_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_CHECK_BY_KIND = {FailureKind.TIMED_OUT: Check.SILENT, FailureKind.OWN: Check.NOT_MADE}
 
 
 ForwardedBody = bytes | aiohttp.StreamReader | None
@@ -171,7 +174,7 @@ class EngineClient:
                 async with asyncio.timeout(timeout_seconds), self._session.get(URL(url + "/health")) as response:
                     return Check.WELL if response.status < 500 else Check.UNWELL
         except EngineFailedError as failure:
-            return Check.SILENT if failure.kind is FailureKind.TIMED_OUT else Check.UNWELL
+            return _CHECK_BY_KIND.get(failure.kind, Check.UNWELL)
 
     async def _post(self, url: str, path: str, headers: CIMultiDict[str], body: bytes) -> aiohttp.ClientResponse:
         return await self._session.post(URL(url + path), headers=headers, data=_payload(body), allow_redirects=False)
@@ -240,6 +243,8 @@ def _failures() -> Iterator[None]:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.InvalidURL, UnicodeError) as error:
         # Names that DNS cannot hold, an empty label for example, are a UnicodeError of the resolver.
+        if isinstance(error, OSError) and error.errno in _OWN_ERRNOS:
+            raise EngineFailedError(FailureKind.OWN, "The proxy cannot open another connection") from error
         raise EngineFailedError(FailureKind.UNREACHABLE, "An engine cannot be reached") from error
     except TimeoutError as error:
         raise EngineFailedError(FailureKind.TIMED_OUT, "An engine did not answer in time") from error

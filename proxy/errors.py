@@ -70,6 +70,8 @@ class FailureKind(enum.Enum):
     """The engine answered that it cannot take the request now."""
     BROKEN = "broken"
     """The engine answered, but not with anything that can be used."""
+    OWN = "own"
+    """The proxy has no file or buffer left for a connection. That says nothing about the engine."""
 
 
 _STATUS_BY_KIND = {
@@ -78,6 +80,7 @@ _STATUS_BY_KIND = {
     FailureKind.TIMED_OUT: 504,
     FailureKind.BUSY: 503,
     FailureKind.BROKEN: 502,
+    FailureKind.OWN: 503,
 }
 
 

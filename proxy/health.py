@@ -51,6 +51,8 @@ class Check(enum.Enum):
     """It refuses connections, or answers that something is wrong."""
     SILENT = enum.auto()
     """No answer in time."""
+    NOT_MADE = enum.auto()
+    """The proxy could not ask, for reasons of its own."""
 
 
 class Health:
@@ -81,6 +83,8 @@ class Health:
     def failed(self, kind: FailureKind, now: float) -> bool:
         """A request failed; whether that ejects an engine that was trusted until now."""
         trusted = now >= self._suspect_until
+        if kind is FailureKind.OWN:
+            return False
         if kind is FailureKind.BUSY:
             self._suspect_until = max(self._suspect_until, now + BUSY_SECONDS)
             return False
@@ -97,6 +101,8 @@ class Health:
 
     def checked(self, found: Check) -> None:
         """A check of its health has ended. A good one does not undo what requests met; time does."""
+        if found is Check.NOT_MADE:
+            return
         self._checked = True
         self._unwell_checks = self._unwell_checks + 1 if found is Check.UNWELL else 0
         self._silent_checks = self._silent_checks + 1 if found is Check.SILENT else 0

@@ -115,13 +115,15 @@ def _rotated(loads: Sequence[EngineLoad], turn: int) -> Sequence[EngineLoad]:
 MAX_ATTEMPTS = 3
 """Attempts on one leg: an engine, a second one, and one to spare for a keep-alive connection that had just closed."""
 
+_FINAL_KINDS = frozenset({FailureKind.TIMED_OUT, FailureKind.OWN})
+
 
 class Attempts:
     """Which engines one leg of one request may still be sent to.
 
     An engine that was not reachable, or that answered, is not asked again. One whose connection broke is asked once
     more: the connection may have been an idle one that the engine was just closing. A timeout ends the leg: the client
-    has already waited as long as it is meant to.
+    has already waited as long as it is meant to. So does a lack of the proxy's own, which every engine would meet.
     """
 
     def __init__(self) -> None:
@@ -142,5 +144,5 @@ class Attempts:
     @property
     def over(self) -> bool:
         """Whether no further attempt is allowed, whatever engines are left."""
-        timed_out = self.last is not None and self.last.kind is FailureKind.TIMED_OUT
-        return timed_out or self._count >= MAX_ATTEMPTS
+        final = self.last is not None and self.last.kind in _FINAL_KINDS
+        return final or self._count >= MAX_ATTEMPTS

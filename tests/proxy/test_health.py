@@ -117,6 +117,16 @@ def test_silence_makes_suspect_after_some_time_and_never_down(health):
     assert health.standing(NOW) is Standing.UP
 
 
+def test_what_the_proxy_lacks_is_no_evidence(health):
+    health.checked(Check.UNWELL)
+    for _ in range(2 * BROKEN_ANSWERS):
+        health.checked(Check.NOT_MADE)
+        assert not health.failed(FailureKind.OWN, NOW)
+    assert health.standing(NOW) is Standing.SUSPECT
+    health.checked(Check.WELL)
+    assert health.standing(NOW) is Standing.UP
+
+
 def test_a_good_check_does_not_undo_what_requests_met(health):
     health.failed(FailureKind.LOST, NOW)
     health.checked(Check.WELL)

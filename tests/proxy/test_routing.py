@@ -128,13 +128,14 @@ def failure(kind):
         (FailureKind.TIMED_OUT, False),
         (FailureKind.BUSY, False),
         (FailureKind.BROKEN, False),
+        (FailureKind.OWN, False),
     ],
 )
 def test_who_may_be_asked_again(kind, asked_again):
     attempts = Attempts()
     attempts.failed("a", failure(kind))
     assert ("a" not in attempts.excluded) is asked_again
-    assert attempts.over is (kind is FailureKind.TIMED_OUT)
+    assert attempts.over is (kind in {FailureKind.TIMED_OUT, FailureKind.OWN})
     assert attempts.last.kind is kind
 
 
