@@ -116,17 +116,22 @@ PeerAction = SendMessage | ConnectPeer | RetirePeer
 
 @dataclass(frozen=True, slots=True)
 class PeerPolicy:
-    """How long to wait for a Welcome, and how long not to try again after silence or after a misfit."""
+    """How long to wait for a Welcome, and how long not to try again after silence or after a misfit.
+
+    ``repeat_seconds`` lie between two Hellos of a handshake whose connection breaks.
+    """
 
     handshake_seconds: float = 5.0
     backoff_seconds: float = 1.0
     rejection_seconds: float = 30.0
+    repeat_seconds: float = 0.2
 
 
 @dataclass(slots=True)
 class Peer:
     """One handshake with the engine at an address. ``welcome`` is set exactly when it was READY once.
 
+    ``repeat_at`` is when a Hello that was lost with its connection is to be said again; None while none was.
     ``deadline`` ends the wait that the state stands for; for a READY peer, the time in which it is not probed again.
     """
 
@@ -137,6 +142,7 @@ class Peer:
     reason: str = ""
     welcome: Welcome | None = None
     num_users: int = 0
+    repeat_at: float | None = None
     story: Story = field(default_factory=lambda: Story("peer"))
 
     def advance(self, event: object, now: float) -> None:
@@ -228,21 +234,23 @@ class PeerBook:
     def _back_off(self, peer: Peer, event: object, reason: str, now: float) -> None:
         peer.advance(event, now)
         peer.reason = reason
+        peer.repeat_at = None
         peer.deadline = now + self._policy.backoff_seconds
 
     def _reject(self, peer: Peer, reason: str, now: float) -> list[PeerAction]:
         peer.advance(PeerRejected(), now)
         peer.reason = reason
+        peer.repeat_at = None
         peer.deadline = now + self._policy.rejection_seconds
         return []
 
     def lose(self, address: Address, now: float) -> list[PeerAction]:
-        """The side channel's connection to an address broke. A handshake under way is repeated."""
+        """The side channel's connection to an address broke. A handshake under way is repeated by ``pass_time``."""
         peer = self._current.get(address)
         if peer is None:
             return []
-        if peer.state is PeerState.HANDSHAKING:
-            return [SendMessage(address, Hello(self._local))]
+        if peer.state is PeerState.HANDSHAKING and peer.repeat_at is None:
+            peer.repeat_at = now + self._policy.repeat_seconds
         if peer.state is not PeerState.READY:
             return []
         if address != peer.address:
@@ -286,23 +294,30 @@ class PeerBook:
         del self._retiring[peer.key]
         return [RetirePeer(peer.key)]
 
-    def pass_time(self, now: float) -> None:
-        """Give up handshakes that take too long, and forget addresses whose time of refusal is over."""
-        for peer in list(self._current.values()):
-            if peer.deadline > now or peer.state is PeerState.READY:
-                continue
-            if peer.state is PeerState.HANDSHAKING:
-                reason = f"no answer from {peer.address} within {self._policy.handshake_seconds} s"
-                self._back_off(peer, HandshakeTimedOut(), reason, now)
-                self.outcomes[Outcome.HANDSHAKE_TIMED_OUT] += 1
-            else:
-                del self._current[peer.address]
+    def pass_time(self, now: float) -> list[PeerAction]:
+        """Repeat lost Hellos, give up handshakes that take too long, forget addresses whose time of refusal is over."""
+        actions: list[PeerAction] = []
+        for peer in [peer for peer in self._current.values() if peer.state is not PeerState.READY]:
+            if peer.deadline <= now:
+                self._end_wait(peer, now)
+            elif peer.repeat_at is not None and peer.repeat_at <= now:
+                peer.repeat_at = None
+                actions.append(SendMessage(peer.address, Hello(self._local)))
+        return actions
+
+    def _end_wait(self, peer: Peer, now: float) -> None:
+        if peer.state is PeerState.HANDSHAKING:
+            reason = f"no answer from {peer.address} within {self._policy.handshake_seconds} s"
+            self._back_off(peer, HandshakeTimedOut(), reason, now)
+            self.outcomes[Outcome.HANDSHAKE_TIMED_OUT] += 1
+        else:
+            del self._current[peer.address]
 
     def next_deadline(self) -> float | None:
         """When ``pass_time`` next has something to do."""
-        return min(
-            (peer.deadline for peer in self._current.values() if peer.state is not PeerState.READY), default=None
-        )
+        waiting = [peer for peer in self._current.values() if peer.state is not PeerState.READY]
+        times = [peer.deadline for peer in waiting] + [peer.repeat_at for peer in waiting if peer.repeat_at is not None]
+        return min(times, default=None)
 
     def peers(self) -> Iterator[Peer]:
         """Every peer that is remembered, once."""

@@ -162,7 +162,7 @@ class DecodeSide:
 
     def pass_time(self, now: float) -> None:
         """Give up what takes too long; renew what is due."""
-        self._peers.pass_time(now)
+        self._do(self._peers.pass_time(now))
         self._do(self._admissions.pass_time(now))
 
     def _do(self, actions: Iterable[AdmissionAction]) -> None:

@@ -589,7 +589,7 @@ class System:
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         self.prefill.leases.expire(self.now)
-        self.peers.pass_time(self.now)
+        self.do(self.peers.pass_time(self.now))
         self.do(self.admissions.pass_time(self.now))
         for worker in self.workers:
             worker.act(worker.book.pass_time(self.now))

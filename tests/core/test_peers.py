@@ -238,8 +238,43 @@ def test_only_ready_peers_are_joined():
 def test_a_loss_during_the_handshake_repeats_the_hello_but_gains_no_time():
     book = make_book()
     book.greet(PREFILL, 0)
-    assert book.lose(PREFILL, 3) == [HELLO]
+    assert book.lose(PREFILL, 3) == []
+    assert book.next_deadline() == 3.2
+    assert book.pass_time(3.1) == []
+    assert book.pass_time(3.2) == [HELLO]
     assert book.next_deadline() == 5
+    assert book.pass_time(4) == []
+
+
+def test_a_peer_that_breaks_every_connection_is_not_greeted_without_pause():
+    book = make_book()
+    num_hellos = len(book.greet(PREFILL, 0))
+    for thousandth in range(5000):
+        now = thousandth / 1000
+        book.lose(PREFILL, now)
+        num_hellos += len(book.pass_time(now))
+    assert num_hellos == 25, "five a second"
+
+
+def test_a_welcome_makes_a_repeated_hello_needless():
+    book = make_book()
+    book.greet(PREFILL, 0)
+    book.lose(PREFILL, 1)
+    book.receive(PREFILL, WELCOME, 1.1)
+    assert book.pass_time(2) == []
+    assert book.next_deadline() is None
+
+
+@pytest.mark.parametrize("end", ["silence", "refusal"])
+def test_nobody_is_greeted_after_the_handshake_is_over(end):
+    book = make_book()
+    book.greet(PREFILL, 0)
+    book.lose(PREFILL, 4.9)
+    if end == "silence":
+        assert book.pass_time(5) == []
+    else:
+        book.receive(PREFILL, Refused("no"), 4.95)
+    assert book.pass_time(5.2) == []
 
 
 def test_the_loss_of_who_is_not_connected_changes_nothing():
