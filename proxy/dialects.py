@@ -76,6 +76,24 @@ def _responses_end(status: int, message: str, last: bytes) -> bytes:
     return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
 
+_ERROR_EVENT = re.compile(rb'(?:\A|\n)(?:event: ?error\r?\ndata: ?|data: ?(?=\{"error": ?[{"]))([^\r\n]*)')
+_BLAMES_THE_CLIENT = re.compile(rb'"code": ?"?4\d\d\b')
+
+
+def error_event(events: bytes) -> bytes | None:
+    """The data of the first error event of any API among these bytes of a stream; None if there is none.
+
+    The data may be cut off where the bytes end.
+    """
+    found = _ERROR_EVENT.search(events)
+    return None if found is None else found[1]
+
+
+def blames_the_client(error: bytes) -> bool:
+    """Whether the data of an error event has a 4xx code: another attempt would end in the same way."""
+    return _BLAMES_THE_CLIENT.search(error) is not None
+
+
 OPENAI = Dialect(_openai_body, _openai_end)
 RESPONSES = Dialect(_openai_body, _responses_end)
 ANTHROPIC = Dialect(_anthropic_body, _anthropic_end)

@@ -18,6 +18,7 @@ from yarl import URL
 
 from proxy import relay
 from proxy.config import Timeouts
+from proxy.dialects import blames_the_client, error_event
 from proxy.endpoints import COMPLETIONS, Endpoint
 from proxy.errors import Answer, EngineAnswerError, EngineFailedError, FailureKind
 from proxy.fields import Body
@@ -37,6 +38,9 @@ _LARGE_BODY_BYTES = 1 << 20
 _ID_WITHIN_BYTES = 1024
 _REQUEST_ID = re.compile(rb'"(?:id|request_id)": ?"([\w.:/-]{1,256})"', re.ASCII)
 _EVENT_STREAM = "text/event-stream"
+_BLANK_LINE = re.compile(rb"\r?\n\r?\n")
+_TELLING_BYTES = 64
+"""So much of an event tells whether it is an error."""
 _BUSY_STATUSES = frozenset({408, 429, 503})
 _PASSED_ON_SERVER_ERRORS = frozenset({501})
 _OWN_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -188,17 +192,23 @@ class EngineClient:
                 try:
                     if refusals_raise and not _is_success(response.status):
                         _raise_unless_ok(response, await response.read())
-                    return Reply(response, await _first_bytes(response), self._timeouts.idle_seconds, load)
+                    head = await _first_bytes(response)
+                    if refusals_raise and response.content_type == _EVENT_STREAM:
+                        _raise_for_error_event(head)
+                    return Reply(response, head, self._timeouts.idle_seconds, load)
                 except BaseException:
                     response.close()
                     raise
 
 
 async def _first_bytes(response: aiohttp.ClientResponse) -> bytes:
-    """What has to be here before an answer is passed on: the first piece of a stream, or all of a plain reply."""
+    """What has to be here before an answer is passed on: the first event of a stream, or all of a plain reply."""
     content = response.content
     if response.content_type == _EVENT_STREAM:
-        return await content.readany()
+        head = await content.readany()
+        while len(head) < _TELLING_BYTES and not _BLANK_LINE.search(head) and not content.at_eof():
+            head += await content.readany()
+        return head
     pieces: list[bytes] = []
     size = 0
     while size < HELD_BACK_BYTES and not content.at_eof():
@@ -221,6 +231,13 @@ def _raise_unless_ok(response: aiohttp.ClientResponse, body: bytes) -> None:
     if 400 <= status < 500 or status in _PASSED_ON_SERVER_ERRORS:
         raise EngineAnswerError(answer)
     raise EngineFailedError(FailureKind.BROKEN, f"An engine answered {status}: {_excerpt(body)}", answer)
+
+
+def _raise_for_error_event(head: bytes) -> None:
+    """Treat a stream that begins with an error, as after a failed load of KV, like an answer with status 500."""
+    error = error_event(_BLANK_LINE.split(head, maxsplit=1)[0])
+    if error is not None and not blames_the_client(error):
+        raise EngineFailedError(FailureKind.BROKEN, f"An engine's stream began with an error: {_excerpt(error)}")
 
 
 def _excerpt(body: bytes) -> str:

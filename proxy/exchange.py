@@ -80,7 +80,7 @@ class Exchange:
         tokens = relay.estimated_prompt_tokens(request.body) + relay.estimated_output_tokens(request.body)
         while True:
             # Decode is chosen and counted before prefill runs, so that a burst of requests does not pile up on one.
-            engine = self._pick(Role.DECODE, attempts, request.hints)
+            engine = self._pick_decode(attempts, request.hints)
             load = Load(engine, tokens)
             try:
                 if handoff.missing:
@@ -181,6 +181,14 @@ class Exchange:
         story.mode = Mode.FALLBACK
         self._metrics.fallbacks.inc()
         logger.warning("decode computes a prompt by itself, because of --fallback decode-only: %s", error)
+
+    def _pick_decode(self, attempts: Attempts, hints: Hints) -> Engine:
+        """Like ``_pick``. An unusable answer may be due to the params, so fresh ones may go to the same engine."""
+        try:
+            return self._pick(Role.DECODE, attempts, hints)
+        except ProxyError:
+            attempts.ask_again()
+            return self._pick(Role.DECODE, attempts, hints)
 
     def _pick(self, role: Role, attempts: Attempts, hints: Hints) -> Engine:
         """The engine of the next attempt. Raises the ``ProxyError`` of the last failure when there is none."""

@@ -24,6 +24,7 @@ KEPT_RECORDS = 200
 _FINE = frozenset({"ok", CLIENT_GONE})
 _ANSWER_TOKENS = re.compile(rb'"(?:completion|output)_tokens": ?(\d{1,12})\b')
 _TAIL_BYTES = 4096
+_ERROR_CHARS = 500
 
 
 @dataclass
@@ -59,6 +60,11 @@ class Record:
         self.status = status
         self.seconds = self._elapsed()
         self.outcome = self.outcome or (CLIENT_GONE if status is None else outcome_of(status))
+
+    def broke(self, outcome: str, error: str) -> None:
+        """The answer is not what its status promises; the first reason counts."""
+        self.outcome = self.outcome or outcome
+        self.error = self.error or error[:_ERROR_CHARS]
 
     def answered(self, last: bytes) -> None:
         """The answer ended with these bytes."""

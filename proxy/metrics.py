@@ -21,6 +21,8 @@ _LEG_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 3
 
 BROKEN_STREAM = "broken_stream"
 """Outcome: the answer had begun when its engine was lost."""
+ERROR_EVENT = "error_event"
+"""Outcome: the engine reported an error in the middle of its stream."""
 CLIENT_GONE = "client_gone"
 """Outcome: the client left before its answer was complete."""
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
-from proxy.dialects import END_MARK_EVENT, OPENAI, Dialect
+from proxy.dialects import END_MARK_EVENT, OPENAI, Dialect, error_event
 from proxy.engines import Reply
 from proxy.errors import Answer, EngineFailedError, FailureKind
 from proxy.headers import REQUEST_ID
 from proxy.journal import Record
-from proxy.metrics import BROKEN_STREAM
+from proxy.metrics import BROKEN_STREAM, ERROR_EVENT
 from proxy.prompts import EngineErrorEvent, EventSplitter, StreamMerger, merge_replies
 
 REQUEST_ID_KEY = web.RequestKey("request_id", str)
@@ -48,6 +48,8 @@ async def relay_reply(request: web.Request, reply: Reply, dialect: Dialect) -> w
         last = b"\n\n"
         try:
             while chunk := await reply.next_chunk():
+                if reply.is_event_stream and (error := error_event(chunk)) is not None:
+                    request[RECORD_KEY].broke(ERROR_EVENT, error.decode(errors="replace"))
                 await response.write(chunk)
                 last = chunk
             request[RECORD_KEY].answered(last)
@@ -55,9 +57,9 @@ async def relay_reply(request: web.Request, reply: Reply, dialect: Dialect) -> w
             request[RECORD_KEY].outcome = BROKEN_STREAM
             response.force_close()
             if reply.is_event_stream:
-                error = failure.as_proxy_error()
+                told = failure.as_proxy_error()
                 blank_line = b"" if last.endswith(_BLANK_LINES) else b"\n\n"
-                await response.write(blank_line + dialect.end_of_stream(error.status, str(error), last))
+                await response.write(blank_line + dialect.end_of_stream(told.status, str(told), last))
             elif request.transport is not None:
                 request.transport.abort()
         return response

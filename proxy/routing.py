@@ -122,14 +122,16 @@ class Attempts:
     """Which engines one leg of one request may still be sent to.
 
     An engine that was not reachable, or that answered, is not asked again. One whose connection broke is asked once
-    more: the connection may have been an idle one that the engine was just closing. A timeout ends the leg: the client
-    has already waited as long as it is meant to. So does a lack of the proxy's own, which every engine would meet.
+    more: the connection may have been an idle one that the engine was just closing. ``ask_again`` is about one whose
+    answer could not be used. A timeout ends the leg: the client has already waited as long as it is meant to. So does
+    a lack of the proxy's own, which every engine would meet.
     """
 
     def __init__(self) -> None:
         self.excluded: set[str] = set()
         self.last: EngineFailedError | None = None
         self._lost: set[str] = set()
+        self._broken: dict[str, int] = {}
         self._count = 0
 
     def failed(self, url: str, failure: EngineFailedError) -> None:
@@ -140,6 +142,12 @@ class Attempts:
             self._lost.add(url)
         else:
             self.excluded.add(url)
+        if failure.kind is FailureKind.BROKEN:
+            self._broken[url] = self._broken.get(url, 0) + 1
+
+    def ask_again(self) -> None:
+        """Allow engines that gave one unusable answer, for a leg that has none left and something new to ask with."""
+        self.excluded -= {url for url, times in self._broken.items() if times == 1}
 
     @property
     def over(self) -> bool:

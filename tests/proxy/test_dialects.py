@@ -91,3 +91,28 @@ def test_each_endpoint_ends_its_streams_in_its_own_way():
     ends = {endpoint.name: endpoint.dialect.end_of_stream(502, "m", b"") for endpoint in ENDPOINTS.values()}
     with_mark = {name for name, end in ends.items() if end.endswith(dialects.END_MARK_EVENT)}
     assert with_mark == {"completions", "chat", "generate"}
+
+
+@pytest.mark.parametrize(
+    ("events", "data"),
+    [
+        (b'data: {"error": {"code": 500}}\n\n', b'{"error": {"code": 500}}'),
+        (b'data:{"error":"no"}\r\n\r\n', b'{"error":"no"}'),
+        (b': ping\n\nevent: error\ndata: {"type":"error"}\n\n', b'{"type":"error"}'),
+        (b'data: {"id":1}\n\ndata: {"error": {"co', b'{"error": {"co'),
+        (b'data: {"error": null}\n\n', None),
+        (b'data: {"text": "data: {\\"error\\": {}}"}\n\n', None),
+        (b"event: errors\ndata: {}\n\n", None),
+        (b"", None),
+    ],
+)
+def test_error_events_are_recognised(events, data):
+    assert dialects.error_event(events) == data
+
+
+@pytest.mark.parametrize(
+    ("error", "blames"),
+    [(b'{"error": {"code": 400}}', True), (b'{"code":"422"}', True), (b'{"code": 500}', False), (b"{}", False)],
+)
+def test_some_errors_are_the_client_s(error, blames):
+    assert dialects.blames_the_client(error) is blames

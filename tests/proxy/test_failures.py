@@ -215,6 +215,67 @@ async def test_a_broken_decode_connection_is_tried_once_more_with_fresh_params()
         assert len(c.decodes[0].generations) == 2
 
 
+KV_LOAD_FAILED = b'data: {"error": {"message": "KV load failed", "type": "InternalServerError", "code": 500}}\n\n'
+ANTHROPIC_ERROR = b'event: error\ndata: {"type":"error","error":{"type":"api_error","message":"KV load failed"}}\n\n'
+EVENTS = {"Content-Type": "text/event-stream; charset=utf-8"}
+
+
+@asynchronous
+@pytest.mark.parametrize("decodes", [1, 2])
+@pytest.mark.parametrize(
+    "fault", [Refuse(200, KV_LOAD_FAILED, EVENTS), Refuse(200, ANTHROPIC_ERROR, EVENTS), Refuse(500)], ids=str
+)
+async def test_an_error_instead_of_an_answer_is_tried_again_with_fresh_params(fault, decodes):
+    async with cluster(decodes=decodes) as c:
+        c.decodes[0].faults.append(fault)
+        async with c.post(body=STREAM) as response:
+            assert response.status == 200
+            assert await response.read() == b"".join(events(PATH, STREAM)) + b"data: [DONE]\n\n"
+        assert len(c.prefills[0].generations) == 2
+        assert [len(engine.generations) for engine in c.decodes] == ([2] if decodes == 1 else [1, 1])
+
+
+@asynchronous
+async def test_an_engine_that_answers_with_errors_only_is_asked_twice():
+    async with cluster() as c:
+        decode = c.decodes[0]
+        # The error comes in two pieces; only both of them show what it is.
+        decode.begin = b'data: {"er'
+        decode.always = KV_LOAD_FAILED.removeprefix(decode.begin)
+        decode.more.clear()
+        asking = asyncio.create_task(read_status(c))
+        await until(lambda: decode.bytes_sent)
+        decode.more.set()
+        assert await asking == (502, "An engine's stream began with an error: KV load failed")
+        assert len(decode.generations) == 2
+        assert await c.metric('pd_proxy_engine_failures_total{kind="broken",role="decode"}') == 2
+
+
+async def read_status(c):
+    async with c.post(body=STREAM) as response:
+        return response.status, (await error_of(response))["message"]
+
+
+@asynchronous
+async def test_an_error_event_that_blames_the_client_is_passed_on():
+    refusal = b'data: {"error": {"message": "too long", "code": 400}}\n\n'
+    async with cluster() as c:
+        c.decodes[0].always = Refuse(200, refusal, EVENTS)
+        async with c.post(body=STREAM) as response:
+            assert await response.read() == refusal
+        assert len(c.decodes[0].generations) == 1
+        assert await c.metric('pd_proxy_requests_total{endpoint="completions",outcome="error_event"}') == 1
+
+
+@asynchronous
+async def test_a_later_error_event_is_passed_on_and_told():
+    async with cluster() as c:
+        c.decodes[0].always = KV_LOAD_FAILED
+        async with c.post(body=STREAM) as response:
+            assert await response.read() == next(events(PATH, STREAM)) + KV_LOAD_FAILED
+        assert await c.metric('pd_proxy_requests_total{endpoint="completions",outcome="error_event"}') == 1
+
+
 @asynchronous
 async def test_other_paths_move_to_another_engine_only_if_the_first_is_unreachable():
     async with (

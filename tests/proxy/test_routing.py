@@ -148,6 +148,17 @@ def test_a_connection_that_breaks_twice_rules_an_engine_out():
     assert attempts.excluded == {"a"}
 
 
+def test_an_unusable_answer_is_asked_for_once_more_when_no_other_engine_is_left():
+    attempts = Attempts()
+    attempts.failed("a", failure(FailureKind.BROKEN))
+    attempts.failed("b", failure(FailureKind.BUSY))
+    attempts.ask_again()
+    assert attempts.excluded == {"b"}
+    attempts.failed("a", failure(FailureKind.BROKEN))
+    attempts.ask_again()
+    assert attempts.excluded == {"a", "b"}
+
+
 def test_attempts_are_limited():
     attempts = Attempts()
     for number in range(MAX_ATTEMPTS):
