@@ -7,7 +7,7 @@ import asyncio
 import errno
 import io
 import re
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -69,6 +69,11 @@ class Reply:
         self._head = head
         self._idle_seconds = idle_seconds
         self._load = load
+        self._tell: Callable[[EngineFailedError], None] | None = None
+
+    def tell_failures_to(self, tell: Callable[[EngineFailedError], None]) -> None:
+        """Have ``tell`` called, once, if the body breaks off or stalls."""
+        self._tell = tell
 
     @property
     def status(self) -> int:
@@ -100,9 +105,14 @@ class Reply:
         if self._head:
             chunk, self._head = self._head, b""
             return chunk
-        with _failures():
-            async with asyncio.timeout(self._idle_seconds):
-                return await self._response.content.readany()
+        try:
+            with _failures():
+                async with asyncio.timeout(self._idle_seconds):
+                    return await self._response.content.readany()
+        except EngineFailedError as failure:
+            if self._tell is not None:
+                self._tell(failure)
+            raise
 
     async def read(self) -> bytes:
         """The whole body. Raises like ``next_chunk``."""

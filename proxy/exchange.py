@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import msgspec
@@ -99,6 +100,7 @@ class Exchange:
             else:
                 engine.health.answered()
                 request.story.decoded(reply.request_id)
+                reply.tell_failures_to(partial(self._report, engine))
                 return reply
 
     async def forward(self, method: str, target: str, headers: CIMultiDict[str], body: ForwardedBody) -> Reply:
@@ -113,7 +115,7 @@ class Exchange:
             load = Load(engine, tokens)
             url = URL(engine.url + target, encoded=True)
             try:
-                return await self._client.forward(method, url, for_rank(headers, load.rank), body, load)
+                reply = await self._client.forward(method, url, for_rank(headers, load.rank), body, load)
             except EngineFailedError as failure:
                 load.end()
                 self._note_failure(engine, attempts, failure)
@@ -122,6 +124,9 @@ class Exchange:
             except BaseException:
                 load.end()
                 raise
+            else:
+                reply.tell_failures_to(partial(self._report, engine))
+                return reply
 
     def _drop(self, request: EngineRequest, handoff: _Handoff) -> None:
         """Give up the params, if there are any: they are released, and another attempt has to prefill again."""
@@ -201,6 +206,9 @@ class Exchange:
 
     def _note_failure(self, engine: Engine, attempts: Attempts, failure: EngineFailedError) -> None:
         attempts.failed(engine.url, failure)
+        self._report(engine, failure)
+
+    def _report(self, engine: Engine, failure: EngineFailedError) -> None:
         self._metrics.engine_failed(engine.role, failure.kind)
         self._registry.failed(engine, failure.kind)
         reason = failure.__cause__ or failure.kind.value

@@ -54,7 +54,7 @@ async def relay_reply(request: web.Request, reply: Reply, dialect: Dialect) -> w
                 last = chunk
             request[RECORD_KEY].answered(last)
         except EngineFailedError as failure:
-            request[RECORD_KEY].outcome = BROKEN_STREAM
+            request[RECORD_KEY].broke(BROKEN_STREAM, str(failure))
             response.force_close()
             if reply.is_event_stream:
                 told = failure.as_proxy_error()
@@ -105,7 +105,7 @@ async def _merge_streams(request: web.Request, replies: Sequence[Reply], per_pro
         end = merger.finish()
         request[RECORD_KEY].answered(end)
     except ExceptionGroup as failures:
-        request[RECORD_KEY].outcome = BROKEN_STREAM
+        request[RECORD_KEY].broke(BROKEN_STREAM, str(failures.exceptions[0]))
         response.force_close()
         end = _end_of_stream(failures.exceptions[0])
     await response.write(end)

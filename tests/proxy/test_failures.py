@@ -320,6 +320,28 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_and_the_end_mark(faul
 
 
 @asynchronous
+@pytest.mark.parametrize(
+    ("fault", "kind", "reason"),
+    [
+        (Drop.IN_BODY, "lost", "The connection to an engine broke"),
+        (Drop.HANG_IN_BODY, "timed_out", "An engine did not answer in time"),
+    ],
+)
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"]], ids=["single", "list"])
+async def test_an_engine_that_is_lost_in_mid_stream_is_avoided_and_told_of(fault, kind, reason, prompt):
+    async with cluster(decodes=2, timeouts=IDLE) as c:
+        c.decodes[0].always = fault
+        async with c.post(body=STREAM | {"prompt": prompt}) as response:
+            await response.read()
+        assert await c.standing(c.decodes[0]) == "suspect"
+        assert await c.standing(c.decodes[1]) == "unknown"
+        assert await c.metric(f'pd_proxy_engine_failures_total{{kind="{kind}",role="decode"}}') == 1
+        async with c.client.get(c.url + "/status.json") as response:
+            (failed,) = (await response.json())["failed"]
+        assert (failed["outcome"], failed["error"]) == ("broken_stream", reason)
+
+
+@asynchronous
 async def test_an_error_does_not_run_into_half_an_event():
     async with cluster(timeouts=IDLE) as c:
         c.decodes[0].always = Drop.HANG_IN_AN_EVENT
