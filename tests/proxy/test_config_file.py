@@ -17,10 +17,10 @@ from tests.proxy.fake_engines import FakeEngine, Ledger, asynchronous, until
 class Followed:
     """A file, the registry that follows it, and an engine that the admin API added."""
 
-    def __init__(self, path):
+    def __init__(self, path, *more):
         self.path = path
         self.write(["http://p:1", "http://p:2"])
-        arguments = ("--config", str(path))
+        arguments = ("--config", str(path), *more)
         config = configuration(arguments)
         self.registry = Registry(dict.fromkeys(Role, least_tokens))
         self.registry.add(Role.PREFILL, config.prefill_urls)
@@ -60,6 +60,67 @@ def test_a_mistake_changes_nothing_and_is_told(followed, caplog, broken):
     followed.write(["http://p:4"])
     followed.file.reload()
     assert followed.prefill_urls == ["http://admin:1", "http://p:4"]
+
+
+@pytest.mark.parametrize("left", ["", "prefill = ['http://p:1', 'http://p:2']\n", "decode = ['http://d:1']\n"])
+def test_a_file_that_empties_a_role_changes_nothing(tmp_path, caplog, left):
+    # With a token of the admin API a file without engines is no mistake in itself.
+    followed = Followed(tmp_path / "proxy.toml", "--admin-token-file", "token")
+    followed.path.write_text(left)
+    followed.file.reload()
+    assert [engine.url for engine in followed.registry.members()] == [
+        "http://p:1",
+        "http://p:2",
+        "http://admin:1",
+        "http://d:1",
+    ]
+    assert "the configuration stays as it is" in caplog.text
+
+
+class Changing:
+    """Stands for the file's contents: counts how often they are read, and may change while they are."""
+
+    def __init__(self, followed):
+        self.reads = 0
+        self.changes = []
+        self._followed = followed
+
+    def __call__(self):
+        self.reads += 1
+        found = configuration(("--config", str(self._followed.path)))
+        if self.changes:
+            self._followed.write(self.changes.pop())
+        return found
+
+
+@asynchronous
+async def test_a_change_while_the_file_is_read_is_not_missed(tmp_path):
+    followed = Followed(tmp_path / "proxy.toml")
+    read = Changing(followed)
+    read.changes = [["http://p:7"], ["http://p:6", "http://p:1"]]
+    file = ConfigFile(followed.path, read(), read, followed.registry)
+    following = asyncio.create_task(file.follow(0.005))
+    await until(lambda: followed.prefill_urls == ["http://admin:1", "http://p:7"])
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+
+
+@asynchronous
+async def test_a_file_that_is_being_written_is_not_read(tmp_path):
+    followed = Followed(tmp_path / "proxy.toml")
+    looks = []
+
+    def growing(_path):
+        looks.append(None)
+        return (min(len(looks), 20), 0, 0)
+
+    read = Changing(followed)
+    file = ConfigFile(followed.path, read(), read, followed.registry, growing)
+    following = asyncio.create_task(file.follow(0.001))
+    await until(lambda: read.reads == 2)
+    assert len(looks) >= 21
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
 
 
 def test_other_settings_need_a_restart_and_that_is_told(followed, caplog):
