@@ -35,8 +35,8 @@ _ANTHROPIC_PATHS = "/v1/messages"
 
 
 def name_of(path: str) -> str:
-    """The label of a path in metrics."""
-    endpoint = ENDPOINTS.get(path)
+    """The label of a path in metrics, with or without a slash at its end."""
+    endpoint = ENDPOINTS.get(path.removesuffix("/"))
     return "other" if endpoint is None else endpoint.name
 
 

@@ -22,7 +22,7 @@ from proxy.dialects import blames_the_client, error_event
 from proxy.endpoints import COMPLETIONS, Endpoint
 from proxy.errors import Answer, EngineAnswerError, EngineFailedError, FailureKind
 from proxy.fields import Body
-from proxy.headers import response_headers
+from proxy.headers import response_headers, without_address
 from proxy.health import Check
 from proxy.registry import Load
 from proxy.routing import NO_HINTS, Hints
@@ -82,8 +82,8 @@ class Reply:
 
     @property
     def headers(self) -> CIMultiDict[str]:
-        """The end-to-end headers."""
-        return response_headers(self._response.headers)
+        """The end-to-end headers; a redirect of the engine to itself leads to the proxy."""
+        return without_address(response_headers(self._response.headers), self._load.url)
 
     @property
     def is_event_stream(self) -> bool:

@@ -59,6 +59,15 @@ def response_headers(engine: Mapping[str, str]) -> CIMultiDict[str]:
     return _end_to_end(engine, frozenset())
 
 
+def without_address(headers: CIMultiDict[str], url: str) -> CIMultiDict[str]:
+    """An answer's headers with a ``Location`` below an engine's base address made relative to the proxy's own."""
+    location = headers.get("Location", "")
+    if location.startswith((url + "/", url + "?")):
+        headers = headers.copy()
+        headers["Location"] = location.removeprefix(url)
+    return headers
+
+
 def request_id_for(header: str | None, body_id: str) -> str:
     """The id of a request on both legs: the client's header, else the id in its body, else a new one.
 

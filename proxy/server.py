@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 from aiohttp import web
@@ -12,7 +13,7 @@ from proxy import headers, prompts, relay
 from proxy.admission import Admission
 from proxy.affinity import hints_of
 from proxy.config import ProxyConfig
-from proxy.endpoints import ENDPOINTS, dialect_of, name_of
+from proxy.endpoints import ENDPOINTS, Endpoint, dialect_of, name_of
 from proxy.engines import EngineRequest, ForwardedBody, Reply
 from proxy.errors import ProxyError
 from proxy.exchange import Exchange
@@ -44,8 +45,9 @@ class Server:
     def application(self) -> web.Application:
         """The aiohttp application."""
         app = web.Application(client_max_size=self._config.limits.max_body_bytes, middlewares=[self._guard()])
-        for path in ENDPOINTS:
-            app.router.add_post(path, self._generate)
+        for path, endpoint in ENDPOINTS.items():
+            app.router.add_post(path, partial(self._generate, endpoint))
+            app.router.add_post(path + "/", partial(self._generate, endpoint))
         self._operations.add_routes(app.router)
         app.router.add_route("*", "/{path:.*}", self._forward)
         return app
@@ -100,9 +102,8 @@ class Server:
             response.force_close()
         return response
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
+    async def _generate(self, endpoint: Endpoint, request: web.Request) -> web.StreamResponse:
         """Prefill on one engine, decode on another, once for every prompt."""
-        endpoint = ENDPOINTS[request.path]
         body = relay.strip_transfer_params(relay.parse_body(await self._read_body(request)))
         request_id = headers.request_id_for(
             request.headers.get(headers.REQUEST_ID), relay.text_field(body, "request_id")

@@ -179,6 +179,8 @@ class FakeEngine:
         self.seen.append(Seen(request.method, request.path_qs, request.headers, json.loads(data) if as_json else None))
         if request.path == "/missing":
             return web.json_response({"error": {"message": "no such path", "code": 404}}, status=404)
+        if request.path == "/moved":
+            return web.Response(status=307, headers={"Location": self.url + request.query["to"] + "?a=1"})
         if request.path == "/zipped":
             return web.Response(body=gzip.compress(b"text"), headers={"Content-Encoding": "gzip"})
         return web.Response(body=b"other:" + data, headers={"X-Engine": "yes"})

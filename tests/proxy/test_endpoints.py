@@ -42,6 +42,22 @@ async def test_a_request_is_prefilled_and_decoded(path):
 
 @PATHS
 @asynchronous
+async def test_a_slash_at_the_end_changes_nothing(path):
+    async with cluster() as c:
+        async with c.post(path + "/", BODIES[path]) as response:
+            assert await response.json() == completion(path, BODIES[path])
+        assert c.ledger.count("used") == 1
+        assert await c.metric(f'pd_proxy_requests_total{{endpoint="{ENDPOINTS[path].name}",outcome="ok"}}') == 1
+
+
+@asynchronous
+async def test_a_redirect_of_an_engine_to_itself_leads_to_the_proxy():
+    async with cluster() as c, c.client.get(c.url + "/moved?to=/models", allow_redirects=False) as response:
+        assert (response.status, response.headers["Location"]) == (307, "/models?a=1")
+
+
+@PATHS
+@asynchronous
 async def test_a_stream_is_relayed_as_it_is(path):
     body = BODIES[path] | {"stream": True}
     end = b"" if path in WITHOUT_END_MARK else b"data: [DONE]\n\n"

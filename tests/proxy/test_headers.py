@@ -3,7 +3,14 @@
 import pytest
 from multidict import CIMultiDict
 
-from proxy.headers import for_rank, request_headers, request_id_for, response_headers, without_compression
+from proxy.headers import (
+    for_rank,
+    request_headers,
+    request_id_for,
+    response_headers,
+    without_address,
+    without_compression,
+)
 
 
 def test_end_to_end_headers_pass_in_order_and_repeated():
@@ -70,3 +77,19 @@ def test_a_rank_replaces_the_client_s_choice_on_one_leg_only():
     assert for_rank(headers, None) is headers
     assert list(for_rank(headers, 0).items()) == [("X-data-parallel-rank", "0"), ("A", "1")]
     assert headers["X-data-parallel-rank"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("location", "told"),
+    [
+        ("http://e:80/v1/x?a=b", "/v1/x?a=b"),
+        ("http://e:80?a", "?a"),
+        ("http://e:8000/x", "http://e:8000/x"),
+        ("https://elsewhere/x", "https://elsewhere/x"),
+        ("/x", "/x"),
+    ],
+)
+def test_a_redirect_does_not_name_its_engine(location, told):
+    given = CIMultiDict({"location": location, "X-A": "b"})
+    assert without_address(given, "http://e:80") == CIMultiDict({"Location": told, "X-A": "b"})
+    assert without_address(CIMultiDict(), "http://e:80") == CIMultiDict()
