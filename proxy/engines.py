@@ -27,6 +27,7 @@ from proxy.health import Check
 from proxy.registry import Load
 from proxy.routing import NO_HINTS, Hints
 from proxy.story import Story
+from proxy.upload import ForwardedBody
 
 KEEP_ALIVE_SECONDS = 4.0
 """How long an idle connection is kept. vLLM closes its own after 5 s; a request sent into that close is lost."""
@@ -45,9 +46,6 @@ _BUSY_STATUSES = frozenset({408, 429, 503})
 _PASSED_ON_SERVER_ERRORS = frozenset({501})
 _OWN_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _CHECK_BY_KIND = {FailureKind.TIMED_OUT: Check.SILENT, FailureKind.OWN: Check.NOT_MADE}
-
-
-ForwardedBody = bytes | aiohttp.StreamReader | None
 
 
 @dataclass(frozen=True, slots=True)

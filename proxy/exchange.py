@@ -18,7 +18,7 @@ from yarl import URL
 
 from proxy import relay
 from proxy.config import RoutingConfig
-from proxy.engines import EngineClient, EngineRequest, ForwardedBody, Reply
+from proxy.engines import EngineClient, EngineRequest, Reply
 from proxy.errors import EngineFailedError, FailureKind, ProxyError
 from proxy.headers import for_rank
 from proxy.registry import Engine, Load, Registry
@@ -26,6 +26,7 @@ from proxy.releases import Releases
 from proxy.routing import NO_HINTS, Attempts, Hints, Role
 from proxy.sight import Sight
 from proxy.story import Mode, Story
+from proxy.upload import ForwardedBody, Upload, is_under_way
 
 logger = logging.getLogger("proxy.exchange")
 
@@ -118,14 +119,17 @@ class Exchange:
                 reply = await self._client.forward(method, url, for_rank(headers, load.rank), body, load)
             except EngineFailedError as failure:
                 load.end()
-                self._note_failure(engine, attempts, failure)
+                if isinstance(body, Upload) and body.error is not None:
+                    raise body.error from failure
+                attempts.failed(engine.url, failure)
+                self._report(engine, failure, body)
                 if failure.kind is not FailureKind.UNREACHABLE:
                     raise failure.as_proxy_error() from failure
             except BaseException:
                 load.end()
                 raise
             else:
-                reply.tell_failures_to(partial(self._report, engine))
+                reply.tell_failures_to(partial(self._report, engine, body=body))
                 return reply
 
     def _drop(self, request: EngineRequest, handoff: _Handoff) -> None:
@@ -208,8 +212,9 @@ class Exchange:
         attempts.failed(engine.url, failure)
         self._report(engine, failure)
 
-    def _report(self, engine: Engine, failure: EngineFailedError) -> None:
-        self._metrics.engine_failed(engine.role, failure.kind)
-        self._registry.failed(engine, failure.kind)
+    def _report(self, engine: Engine, failure: EngineFailedError, body: ForwardedBody = None) -> None:
+        if not is_under_way(body):
+            self._metrics.engine_failed(engine.role, failure.kind)
+            self._registry.failed(engine, failure.kind)
         reason = failure.__cause__ or failure.kind.value
         logger.warning("%s engine %s: %s (%s)", engine.role, engine.url, failure, reason)

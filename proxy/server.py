@@ -14,7 +14,7 @@ from proxy.admission import Admission
 from proxy.affinity import hints_of
 from proxy.config import ProxyConfig
 from proxy.endpoints import ENDPOINTS, Endpoint, dialect_of, name_of
-from proxy.engines import EngineRequest, ForwardedBody, Reply
+from proxy.engines import EngineRequest, Reply
 from proxy.errors import ProxyError
 from proxy.exchange import Exchange
 from proxy.journal import Record
@@ -22,6 +22,7 @@ from proxy.metrics import CLIENT_GONE
 from proxy.operations import Operations, is_own
 from proxy.respond import RECORD_KEY, REQUEST_ID_KEY, complete, relay_merged, relay_reply
 from proxy.sight import Sight
+from proxy.upload import ForwardedBody, Upload
 
 logger = logging.getLogger("proxy.server")
 
@@ -155,7 +156,7 @@ class Server:
         if not request.can_read_body:
             return None
         if request.content_type.startswith(_OPAQUE_TYPES) and "Content-Type" in request.headers:
-            return request.content
+            return Upload(request.content, self._config.timeouts.idle_seconds)
         data = await self._read_body(request)
         body = relay.parse_body(data)
         stripped = relay.strip_transfer_params(body)

@@ -44,6 +44,7 @@ WITHOUT_END_MARK = ("/v1/responses", "/v1/messages")
 class Drop(enum.Enum):
     """Faults that break the connection or stall, by where they happen."""
 
+    BEFORE_BODY = enum.auto()
     BEFORE_HEAD = enum.auto()
     AFTER_HEAD = enum.auto()
     IN_BODY = enum.auto()
@@ -170,6 +171,8 @@ class FakeEngine:
         return web.Response(status=200 if self.healthy else 503)
 
     async def _other(self, request):
+        if self.always is Drop.BEFORE_BODY:
+            request.transport.abort()
         data = await request.read()
         as_json = request.content_type == "application/json" and data
         if self.always is Drop.BEFORE_HEAD:

@@ -13,7 +13,7 @@ from proxy.operations import Operations
 from proxy.registry import Registry
 from proxy.server import Server
 from proxy.sight import sight
-from tests.proxy.fake_engines import IMPATIENT, asynchronous, cluster, error_of, events
+from tests.proxy.fake_engines import IDLE, IMPATIENT, Drop, asynchronous, cluster, error_of, events
 
 PATH = "/v1/completions"
 STREAM = {"prompt": "hello", "stream": True}
@@ -49,6 +49,54 @@ async def test_a_body_that_never_ends_is_given_up():
         answer = await raw_exchange(c.url, head + b'5\r\n{"a":\r\n', until_closed=False)
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert c.prefills[0].seen == []
+
+
+UPLOAD = b"POST /v1/audio HTTP/1.1\r\nHost: x\r\nContent-Type: audio/wav\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@asynchronous
+async def test_an_upload_that_stalls_is_given_up_and_nobody_blames_the_engine():
+    async with cluster(timeouts=IDLE) as c:
+        answer = await raw_exchange(c.url, UPLOAD + b"5\r\nabcde\r\n", until_closed=False)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert await c.standing(c.decodes[0]) == "unknown"
+        assert await c.metric("pd_proxy_in_flight_requests") == 0
+        assert await c.metric('pd_proxy_engine_failures_total{kind="timed_out",role="decode"}') == 0
+
+
+@asynchronous
+async def test_an_upload_in_a_broken_coding_is_a_bad_request():
+    async with cluster() as c:
+        headers = {"Content-Encoding": "gzip", "Content-Type": "audio/wav"}
+        async with c.client.post(c.url + "/v1/audio", data=b"no gzip", headers=headers) as response:
+            assert response.status == 400
+            await error_of(response)
+        assert await c.standing(c.decodes[0]) == "unknown"
+
+
+@asynchronous
+@pytest.mark.parametrize(("sent", "standing"), [(b"5\r\nabcde\r\n", "unknown"), (b"0\r\n\r\n", "suspect")])
+async def test_an_engine_that_is_lost_is_blamed_only_after_the_upload(sent, standing):
+    async with cluster() as c:
+        c.decodes[0].always = Drop.BEFORE_BODY
+        answer = await raw_exchange(c.url, UPLOAD + sent, until_closed=False)
+        assert answer.startswith(b"HTTP/1.1 502 ")
+        assert await c.standing(c.decodes[0]) == standing
+
+
+@asynchronous
+async def test_an_upload_arrives_as_it_was_sent():
+    async with cluster() as c:
+        for pieces in ([], [b"a", b"bc" * 100_000, b"d"]):
+            headers = {"Content-Type": "audio/wav"}
+            async with c.client.post(c.url + "/v1/audio", data=slowly(pieces), headers=headers) as response:
+                assert await response.read() == b"other:" + b"".join(pieces)
+
+
+async def slowly(pieces):
+    for piece in pieces:
+        yield piece
+        await asyncio.sleep(0)
 
 
 @asynchronous
