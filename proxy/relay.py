@@ -137,6 +137,8 @@ def int_field(body: Body, name: str, default: int) -> int:
 
 _BYTES_PER_TOKEN = 4
 _OUTPUT_TOKENS_GUESS = 256
+_MOST_OUTPUT_TOKENS = 1 << 20
+_MOST_CHOICES = 1024
 
 PROMPT_FIELDS = ("system", "instructions", "prompt", "messages", "input", "token_ids")
 """Where the endpoints have their prompts."""
@@ -155,9 +157,12 @@ def _estimated_tokens(text: memoryview) -> int:
 
 
 def estimated_output_tokens(body: Body) -> int:
-    """About how many tokens decode will make: the client's limit, or a guess without one."""
+    """About how many tokens decode will make: the client's limit, or a guess without one.
+
+    Bounded, because a number without end in one request must not outweigh, or overflow, the loads of all others.
+    """
     fields = {**object_field(body, "sampling_params"), **body}
     limit = int_field(fields, "max_tokens", _OUTPUT_TOKENS_GUESS)
     for name in ("max_completion_tokens", "max_output_tokens"):
         limit = int_field(fields, name, limit)
-    return max(1, limit) * max(1, int_field(fields, "n", 1))
+    return max(1, min(limit, _MOST_OUTPUT_TOKENS)) * max(1, min(int_field(fields, "n", 1), _MOST_CHOICES))

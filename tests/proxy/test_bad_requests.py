@@ -11,9 +11,10 @@ from proxy.admission import Admission
 from proxy.config import ProxyConfig
 from proxy.operations import Operations
 from proxy.registry import Registry
+from proxy.routing import POLICIES
 from proxy.server import Server
 from proxy.sight import sight
-from tests.proxy.fake_engines import IDLE, IMPATIENT, Drop, asynchronous, cluster, error_of, events
+from tests.proxy.fake_engines import IDLE, IMPATIENT, Drop, asynchronous, cluster, error_of, events, until
 
 PATH = "/v1/completions"
 STREAM = {"prompt": "hello", "stream": True}
@@ -29,6 +30,30 @@ async def test_bodies_that_are_no_json_object_are_refused(body):
             assert response.status == 400
             assert (await error_of(response))["type"] == "BadRequestError"
         assert c.prefills[0].seen == []
+
+
+@asynchronous
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_numbers_without_end_do_not_upset_the_routing(policy):
+    async with cluster(decodes=2, decode_policy=policy, prefill_policy=policy) as c:
+        c.decodes[0].more.clear()
+        c.decodes[1].more.clear()
+        open_streams = []
+        for _ in range(2):
+            body = STREAM | {"max_tokens": 10**400, "user": "u"}
+            open_streams.append(asyncio.create_task(status_of(c, json.dumps(body))))
+            await until(lambda: len(c.decodes[0].generations) + len(c.decodes[1].generations) == len(open_streams))
+        async with c.client.get(c.url + "/metrics") as response:
+            assert response.status == 200
+        for engine in c.decodes:
+            engine.more.set()
+        assert await asyncio.gather(*open_streams) == [200, 200]
+
+
+async def status_of(c, data):
+    async with c.client.post(c.url + PATH, data=data, headers={"Content-Type": "application/json"}) as response:
+        await response.read()
+        return response.status
 
 
 async def raw_exchange(url, request, *, until_closed=True):

@@ -171,6 +171,8 @@ def test_prompt_tokens_are_estimated(sent, tokens):
         ({"max_output_tokens": 30}, 30),
         ({"sampling_params": {"max_tokens": 7, "n": 2}}, 14),
         ({"sampling_params": None}, 256),
+        ({"max_tokens": 10**400}, 1 << 20),
+        ({"max_tokens": 3, "n": 10**400}, 3 << 10),
     ],
 )
 def test_output_tokens_are_estimated(sent, tokens):
