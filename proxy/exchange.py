@@ -154,7 +154,7 @@ class Exchange:
             try:
                 engine = self._pick(Role.PREFILL, attempts, request.hints)
             except ProxyError as error:
-                if not self._config.decode_only_fallback:
+                if not self._config.decode_only_fallback or not attempts.none_usable:
                     raise
                 self._fall_back(request.story, error)
                 return None
@@ -169,11 +169,20 @@ class Exchange:
                 load.end()
             engine.health.answered()
             request.story.prefilled(prefilled.request_id, prefilled.prompt_tokens)
-            if prefilled.params is None:
-                self._metrics.missing_handoffs.inc()
-                request.story.mode = Mode.NOT_OFFERED
-                logger.debug("prefill engine %s offered no hand-off", engine.url)
+            self._note_offer(engine, request.story, offered=prefilled.params is not None)
             return prefilled.params
+
+    def _note_offer(self, engine: Engine, story: Story, *, offered: bool) -> None:
+        if not offered:
+            self._metrics.missing_handoffs.inc()
+            story.mode = Mode.NOT_OFFERED
+            if engine.offers_handoffs:
+                logger.warning(
+                    "prefill engine %s offers no hand-off, so decode computes its prompts again: does it run with the "
+                    "connector?",
+                    engine.url,
+                )
+        engine.offers_handoffs = offered
 
     @contextmanager
     def _leg(self, role: Role, request: EngineRequest, load: Load) -> Iterator[CIMultiDict[str]]:

@@ -27,6 +27,8 @@ class Engine:
         self.url = url
         self.health = Health()
         self.draining = False
+        self.offers_handoffs = True
+        """Whether its last prefill came with a hand-off; True until it is known."""
         self.ejections = 0
         self.requests = 0
         self.tokens = 0

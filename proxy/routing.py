@@ -116,6 +116,7 @@ MAX_ATTEMPTS = 3
 """Attempts on one leg: an engine, a second one, and one to spare for a keep-alive connection that had just closed."""
 
 _FINAL_KINDS = frozenset({FailureKind.TIMED_OUT, FailureKind.OWN})
+_SAYS_USABLE = frozenset({FailureKind.TIMED_OUT, FailureKind.BUSY, FailureKind.OWN})
 
 
 class Attempts:
@@ -133,11 +134,13 @@ class Attempts:
         self._lost: set[str] = set()
         self._broken: dict[str, int] = {}
         self._count = 0
+        self._kinds: set[FailureKind] = set()
 
     def failed(self, url: str, failure: EngineFailedError) -> None:
         """Note that the attempt on ``url`` failed."""
         self._count += 1
         self.last = failure
+        self._kinds.add(failure.kind)
         if failure.kind is FailureKind.LOST and url not in self._lost:
             self._lost.add(url)
         else:
@@ -148,6 +151,11 @@ class Attempts:
     def ask_again(self) -> None:
         """Allow engines that gave one unusable answer, for a leg that has none left and something new to ask with."""
         self.excluded -= {url for url, times in self._broken.items() if times == 1}
+
+    @property
+    def none_usable(self) -> bool:
+        """Whether all attempts found engines out of service, rather than slow, busy, or not to be reached by us."""
+        return self._kinds.isdisjoint(_SAYS_USABLE)
 
     @property
     def over(self) -> bool:

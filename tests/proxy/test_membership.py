@@ -164,6 +164,30 @@ async def test_decode_only_is_an_explicit_and_loud_choice(fault, caplog):
 
 
 @asynchronous
+@pytest.mark.parametrize(
+    ("fault", "status"), [(Refuse(503), 503), (Refuse(429), 429), (Drop.HANG_BEFORE_HEAD, 504)], ids=str
+)
+async def test_the_fallback_is_not_for_engines_that_are_busy_or_slow(fault, status):
+    async with cluster(timeouts=replace(PATIENT, prefill_seconds=0.2), decode_only_fallback=True) as c:
+        c.prefills[0].always = fault
+        async with c.post() as response:
+            assert response.status == status
+        assert c.decodes[0].seen == []
+        assert await c.metric("pd_proxy_decode_only_fallbacks_total") == 0
+
+
+@asynchronous
+async def test_a_prefill_engine_without_the_connector_is_told_of_once(caplog):
+    async with cluster() as c:
+        for offers in (True, False, False, True, False):
+            c.prefills[0].offers_handoffs = offers
+            async with c.post() as response:
+                assert response.status == 200
+    told = [record.levelname for record in caplog.records if "offers no hand-off" in record.getMessage()]
+    assert told == ["WARNING", "WARNING"]
+
+
+@asynchronous
 async def test_the_fallback_is_not_for_what_prefill_refuses():
     async with cluster(decode_only_fallback=True) as c:
         c.prefills[0].always = Refuse(400)

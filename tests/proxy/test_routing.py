@@ -159,6 +159,15 @@ def test_an_unusable_answer_is_asked_for_once_more_when_no_other_engine_is_left(
     assert attempts.excluded == {"a", "b"}
 
 
+@pytest.mark.parametrize("kind", FailureKind)
+def test_engines_that_are_slow_or_busy_are_usable(kind):
+    attempts = Attempts()
+    assert attempts.none_usable
+    attempts.failed("a", failure(kind))
+    attempts.failed("b", failure(FailureKind.UNREACHABLE))
+    assert attempts.none_usable is (kind in {FailureKind.UNREACHABLE, FailureKind.LOST, FailureKind.BROKEN})
+
+
 def test_attempts_are_limited():
     attempts = Attempts()
     for number in range(MAX_ATTEMPTS):
