@@ -12,7 +12,7 @@ from proxy.engines import EngineRequest
 from proxy.exchange import Exchange
 from proxy.registry import Registry
 from proxy.relay import Prefilled, parse_body
-from proxy.releases import Releases
+from proxy.releases import MOST_AT_ONCE, MOST_ENGINES, RELEASES_SECONDS, Releases
 from proxy.routing import Role, least_tokens
 from proxy.sight import sight
 from tests.proxy.fake_engines import asynchronous
@@ -24,9 +24,10 @@ REQUEST = EngineRequest(COMPLETIONS, CIMultiDict({"Authorization": "key"}), pars
 class StubClient:
     """An engine client that stops where it is told to, and notes which params it was asked to release."""
 
-    def __init__(self, *, prefill_seconds=0.0, release_works=True):
+    def __init__(self, *, prefill_seconds=0.0, release_works=True, release_hangs=False):
         self.prefill_seconds = prefill_seconds
         self.release_works = release_works
+        self.release_hangs = release_hangs
         self.released = []
         self.decoding = asyncio.Event()
         self.prefill_cancelled = False
@@ -46,18 +47,20 @@ class StubClient:
 
     async def release(self, url, headers, params, _timeout_seconds):
         self.released.append((url, headers["Authorization"], bytes(params)))
+        if self.release_hangs:
+            await asyncio.Event().wait()
         return self.release_works
 
 
 class Fixture:
-    def __init__(self, **stub):
+    def __init__(self, decodes=("d0", "d1"), limit_seconds=RELEASES_SECONDS, **stub):
         self.client = StubClient(**stub)
         self.registry = Registry(dict.fromkeys(Role, least_tokens))
         self.registry.add(Role.PREFILL, ["p"])
-        self.registry.add(Role.DECODE, ["d0", "d1"])
+        self.registry.add(Role.DECODE, decodes)
         seen = sight()
         self.metrics = seen.metrics
-        self.releases = Releases(self.client, self.registry, self.metrics)
+        self.releases = Releases(self.client, self.registry, self.metrics, limit_seconds)
         self.exchange = Exchange(self.client, self.registry, seen, self.releases, RoutingConfig())
 
     async def cancelled(self, task):
@@ -99,9 +102,21 @@ async def test_a_long_prefill_is_aborted():
 
 
 @asynchronous
-async def test_a_release_tries_every_decode_engine_once():
-    fixture = Fixture(release_works=False)
+async def test_a_release_tries_two_decode_engines_once_each():
+    fixture = Fixture(decodes=("d0", "d1", "d2", "d3"), release_works=False)
     fixture.releases.start(REQUEST.headers, PARAMS)
     await fixture.releases.finish()
-    assert sorted(url for url, _, _ in fixture.client.released) == ["d0", "d1"]
+    assert len({url for url, _, _ in fixture.client.released}) == len(fixture.client.released) == MOST_ENGINES
     assert 'pd_proxy_releases_total{result="left_to_expire"} 1.0' in fixture.metrics.render().decode()
+
+
+@asynchronous
+async def test_releases_that_hang_are_given_up_and_do_not_crowd():
+    fixture = Fixture(limit_seconds=0.05, release_hangs=True)
+    for _ in range(2 * MOST_AT_ONCE):
+        fixture.releases.start(REQUEST.headers, PARAMS)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(fixture.client.released) == MOST_AT_ONCE
+    await fixture.releases.finish()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
