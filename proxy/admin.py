@@ -10,6 +10,7 @@ Each answers with the list. What the file says of other engines is not touched; 
 
 import hmac
 import logging
+from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 
 import msgspec
@@ -47,6 +48,14 @@ def read_token(path: Path) -> str:
     return token
 
 
+def _is_loopback(remote: str | None) -> bool:
+    if not remote:
+        return False
+    address = ip_address(remote)
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
 class Admin:
     """The handlers. Without a token, all of it is refused."""
 
@@ -64,9 +73,11 @@ class Admin:
         router.add_route("*", PREFIX + "{path:.*}", self._nothing)
 
     def allow_reading(self, request: web.Request) -> None:
-        """Raises ``ProxyError`` (401) if there is a token and the request does not have it."""
+        """Raises ``ProxyError``: 401 without the token if there is one, 403 from another machine if there is none."""
         if self._token is not None:
             self._authorize(request)
+        elif not _is_loopback(request.remote):
+            raise ProxyError(403, "Without an --admin-token-file this is told on the proxy's own machine only")
 
     async def _list(self, request: web.Request) -> web.Response:
         self._authorize(request)

@@ -7,6 +7,7 @@ its prompts, and appears in both places by itself.
 import logging
 import re
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from time import time as wall_clock
@@ -20,6 +21,9 @@ logger = logging.getLogger("proxy.requests")
 
 KEPT_RECORDS = 200
 """How many records the status page can show, of all requests and of failed ones each."""
+
+KEPT_STORIES = 8
+"""How many prompts of one request are told of."""
 
 _FINE = frozenset({"ok", CLIENT_GONE})
 _ANSWER_TOKENS = re.compile(rb'"(?:completion|output)_tokens": ?(\d{1,12})\b')
@@ -45,11 +49,19 @@ class Record:
     answer_tokens: int | None = None
     """As the engine counts them in the usage, if it told it."""
     prompts: list[Story] = field(default_factory=list)
-    """One for every prompt that went through the two legs; none for what is only forwarded."""
+    """One for each of the first ``KEPT_STORIES`` prompts that went through the two legs; none for what is only
+    forwarded."""
+    num_prompts: int = 0
+    """How many prompts there are in all."""
 
     def __post_init__(self) -> None:
         # No field, since it means nothing to anybody else.
         self._begun = perf_counter()
+
+    def tell_of(self, stories: Sequence[Story]) -> None:
+        """These are the prompts of the request."""
+        self.prompts = list(stories[:KEPT_STORIES])
+        self.num_prompts = len(stories)
 
     def answering(self) -> None:
         """The first byte goes to the client."""

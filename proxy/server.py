@@ -116,7 +116,7 @@ class Server:
             bodies = prompts.split_prompts(body, self._config.limits.max_prompts)
         engine_headers = headers.without_compression(headers.request_headers(request.headers, request_id))
         requests = [EngineRequest(endpoint, engine_headers, body, hints_of(request.headers, body)) for body in bodies]
-        request[RECORD_KEY].prompts = [leg.story for leg in requests]
+        request[RECORD_KEY].tell_of([leg.story for leg in requests])
         if len(requests) == 1:
             return await relay_reply(request, await self._exchange.open(requests[0]), endpoint.dialect)
         replies = await self._open_all(requests)

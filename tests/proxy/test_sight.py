@@ -9,10 +9,15 @@ from html.parser import HTMLParser
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from proxy.journal import KEPT_RECORDS, Journal, Record
+from proxy.admin import Admin
+from proxy.errors import ProxyError
+from proxy.journal import KEPT_RECORDS, KEPT_STORIES, Journal, Record
 from proxy.metrics import Metrics
+from proxy.registry import Registry
+from proxy.story import Story
 from proxy.tracing import NO_TRACING, tracing_to
 from tests.proxy.fake_engines import Drop, Refuse, asynchronous, cluster, until
 
@@ -219,6 +224,35 @@ async def test_with_an_admin_token_the_status_needs_it(tmp_path):
         for headers, expected in (({}, 401), ({"Authorization": "Bearer 0123456789abcdef"}, 200)):
             async with c.client.get(c.url + "/status.json", headers=headers) as response:
                 assert response.status == expected
+
+
+@pytest.mark.parametrize(
+    ("remote", "allowed"),
+    [
+        ("127.0.0.1", True),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("10.0.0.1", False),
+        ("::2", False),
+        (None, False),
+    ],
+)
+def test_without_a_token_the_status_is_for_the_machine_itself(remote, allowed):
+    request = make_mocked_request("GET", "/status.json").clone(remote=remote)
+    if allowed:
+        Admin(Registry({}), None).allow_reading(request)
+    else:
+        with pytest.raises(ProxyError) as refusal:
+            Admin(Registry({}), None).allow_reading(request)
+        assert refusal.value.status == 403
+
+
+def test_of_many_prompts_the_first_are_told_and_all_are_counted():
+    record = Record("id", "completions")
+    stories = [Story() for _ in range(KEPT_STORIES + 1)]
+    record.tell_of(stories)
+    assert all(told is story for told, story in zip(record.prompts, stories[:KEPT_STORIES], strict=True))
+    assert record.num_prompts == KEPT_STORIES + 1
 
 
 @asynccontextmanager
