@@ -129,6 +129,8 @@ class Exchange:
                 load.end()
                 raise
             else:
+                if reply.status < 500:
+                    engine.health.answered()
                 reply.tell_failures_to(partial(self._report, engine, body=body))
                 return reply
 

@@ -74,6 +74,11 @@ class Health:
             return Standing.SUSPECT
         return Standing.UP if self._checked else Standing.UNKNOWN
 
+    @property
+    def on_trial(self) -> bool:
+        """Whether the engine was ejected and has answered no request since."""
+        return self._ejections > 0
+
     def answered(self) -> None:
         """A request was served: what earlier ones met is forgotten."""
         self._suspect_until = 0.0

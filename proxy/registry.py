@@ -31,6 +31,8 @@ class Engine:
         """Whether its last prefill came with a hand-off; True until it is known."""
         self.ejections = 0
         self.requests = 0
+        self.trials = 0
+        """How many of its open requests began while it was on trial."""
         self.tokens = 0
         self.rank_tokens = [0] * num_ranks
 
@@ -39,9 +41,14 @@ class Engine:
         return Standing.DRAINING if self.draining else self.health.standing(now)
 
     def load(self, now: float) -> EngineLoad:
-        """What routing needs to know."""
+        """What routing needs to know. While a request tries an engine that was ejected, it is suspect for all others:
+        if it is still dead, it costs one request and not a burst of them.
+        """
         tokens = self.tokens // max(1, len(self.rank_tokens))
-        return EngineLoad(self.url, self.requests, tokens, self.standing(now))
+        standing = self.standing(now)
+        if standing in TRUSTED and self.health.on_trial and self.trials:
+            standing = Standing.SUSPECT
+        return EngineLoad(self.url, self.requests, tokens, standing)
 
 
 class Load:
@@ -55,6 +62,7 @@ class Load:
         self.rank = min(range(len(engine.rank_tokens)), key=engine.rank_tokens.__getitem__, default=None)
         self._engine: Engine | None = engine
         self._tokens = tokens
+        self._on_trial = engine.health.on_trial
         self._count(engine, 1)
 
     def end(self) -> None:
@@ -66,6 +74,7 @@ class Load:
     def _count(self, engine: Engine, sign: int) -> None:
         engine.requests += sign
         engine.tokens += sign * self._tokens
+        engine.trials += sign * self._on_trial
         if self.rank is not None:
             engine.rank_tokens[self.rank] += sign * self._tokens
 
@@ -125,7 +134,8 @@ class Registry:
 
     def is_up(self, role: Role) -> bool:
         """Whether at least one engine of a role is known to be up."""
-        return any(load.standing is Standing.UP for load in self.loads(role))
+        now = self._clock()
+        return any(engine.standing(now) is Standing.UP for engine in self.members(role))
 
     def failed(self, engine: Engine, kind: FailureKind) -> None:
         """A request failed on an engine."""

@@ -7,7 +7,7 @@ import pytest
 from proxy.errors import FailureKind
 from proxy.health import FIRST_EJECTION_SECONDS, Check, Standing
 from proxy.registry import Load, Registry
-from proxy.routing import EngineLoad, Role, least_tokens
+from proxy.routing import EngineLoad, Role, least_tokens, round_robin
 
 
 class Clock:
@@ -59,6 +59,37 @@ def test_a_failed_engine_is_avoided_for_a_while(registry, clock):
     assert picks(registry) == {"p1"}
     clock.now += FIRST_EJECTION_SECONDS
     assert picks(registry) == {"p0", "p1"}
+
+
+def test_an_engine_that_was_ejected_is_tried_by_one_request_at_a_time(clock):
+    registry = Registry(dict.fromkeys(Role, round_robin), clock)
+    registry.add(Role.PREFILL, ["p0", "p1"])
+    engine = registry.find(Role.PREFILL, "p0")
+    registry.checked(engine, Check.WELL)
+    earlier = Load(engine, 1)
+    registry.failed(engine, FailureKind.LOST)
+    clock.now += FIRST_EJECTION_SECONDS
+    # What began before the ejection tries nothing.
+    assert picks(registry) == {"p0", "p1"}
+    trial = Load(engine, 1)
+    assert picks(registry) == {"p1"}
+    assert registry.is_up(Role.PREFILL)
+    trial.end()
+    assert picks(registry) == {"p0", "p1"}
+    trial = Load(engine, 1)
+    engine.health.answered()
+    assert picks(registry) == {"p0", "p1"}
+    trial.end()
+    earlier.end()
+    assert engine.trials == 0
+
+
+def test_an_engine_on_trial_is_taken_all_the_same_when_there_is_no_other(registry, clock):
+    engine = registry.find(Role.DECODE, "d0")
+    registry.failed(engine, FailureKind.LOST)
+    clock.now += FIRST_EJECTION_SECONDS
+    Load(engine, 1)
+    assert registry.pick(Role.DECODE, set()) is engine
 
 
 def test_checks_take_engines_out_and_bring_them_back(registry, caplog):
