@@ -35,10 +35,6 @@ LEASE_SECONDS = 1.0
 LEASE_MAX_SECONDS = 20.0
 SLACK_SECONDS = 15.0
 """What a busy machine of two cores may take for everything that has no deadline of its own."""
-ANSWER_SECONDS = HANDSHAKE_SECONDS + READ_SECONDS + 2 * DRAIN_SECONDS + SLACK_SECONDS
-"""After this an answer is a hang: a handshake, a read that times out, its drain, the rebuild, and the computation."""
-SETTLE_SECONDS = LEASE_SECONDS + READ_SECONDS + DRAIN_SECONDS + SLACK_SECONDS
-"""After this counters and ledger have to be right."""
 
 TRANSPORTS = {"cma": {}, "tcp": {"engine_config": "TLS=tcp"}}
 POLICIES = ("recompute", "fail")
@@ -69,12 +65,19 @@ class Question:
 
 
 class Bed:
-    """The two engines of one transport and policy; ``restart`` gives one of them another life."""
+    """The two engines of one transport and policy; ``restart`` gives one of them another life.
 
-    settle_seconds = SETTLE_SECONDS
+    ``answer_seconds``: after this an answer is a hang: a handshake, a read that times out, its drain, the rebuild, and
+    the computation. ``settle_seconds``: after this counters and ledger have to be right.
+    """
 
-    def __init__(self, transport: str, policy: str, link: Link | None = None) -> None:
+    def __init__(
+        self, transport: str, policy: str, link: Link | None = None, read_seconds: float = READ_SECONDS
+    ) -> None:
         self.transport, self.policy = transport, policy
+        self.read_seconds = read_seconds
+        self.answer_seconds = HANDSHAKE_SECONDS + read_seconds + 2 * DRAIN_SECONDS + SLACK_SECONDS
+        self.settle_seconds = LEASE_SECONDS + read_seconds + DRAIN_SECONDS + SLACK_SECONDS
         self.link = link
         self.logs = REPOSITORY / "logs" / "faults" / f"{transport}-{policy}"
         self.stages = Stages(self.logs / "stages")
@@ -93,7 +96,7 @@ class Bed:
             "handshake_seconds": HANDSHAKE_SECONDS,
             "backoff_seconds": BACKOFF_SECONDS,
             "rejection_seconds": REJECTION_SECONDS,
-            "read_seconds": READ_SECONDS,
+            "read_seconds": self.read_seconds,
             "drain_seconds": DRAIN_SECONDS,
             "nixl_backend_params": TRANSPORTS[self.transport],
             "insecure": self.link is not None,
@@ -229,7 +232,7 @@ class Bed:
 
     def leaks(self) -> dict[str, dict[str, float]]:
         """What the engines still hold when all leases and drains must be over."""
-        deadline = time.monotonic() + SETTLE_SECONDS
+        deadline = time.monotonic() + self.settle_seconds
         while True:
             left = {name: held(metrics) for name, (_, metrics) in self.counters().items()}
             left = {name: levels for name, levels in left.items() if levels}
@@ -239,11 +242,11 @@ class Bed:
 
     def recovers(self) -> Judgement:
         """Whether the pair moves KV again: the last answer, which has to be exact and verified."""
-        deadline = time.monotonic() + SETTLE_SECONDS
+        deadline = time.monotonic() + self.settle_seconds
         while True:
             question = self.question(num_tokens=70, seed=99)
             verified = self.decode.metrics().get(VERIFIED, 0.0)
-            reply = post(self.decode.url, question.body(self.hand_off(question)), ANSWER_SECONDS)
+            reply = post(self.decode.url, question.body(self.hand_off(question)), self.answer_seconds)
             judgement = judge(reply, question.oracle)
             if judgement.verdict is Verdict.EXACT:
                 self.decode.step()
@@ -264,11 +267,11 @@ def _is_healthy(engine: Engine) -> bool:
 
 
 @contextlib.contextmanager
-def running_bed(transport: str, policy: str) -> Iterator[Bed]:
+def running_bed(transport: str, policy: str, read_seconds: float = READ_SECONDS) -> Iterator[Bed]:
     """Start a pair, and stop it whatever happens. Over TCP, prefill is behind a link where there can be one."""
     with contextlib.ExitStack() as stack:
         link = stack.enter_context(Link()) if transport == "tcp" and not why_no_link() else None
-        bed = Bed(transport, policy, link)
+        bed = Bed(transport, policy, link, read_seconds)
         stack.callback(bed.stop)
         bed.start()
         yield bed

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from tests.faults import cases_leases, cases_processes, cases_reads, cases_side_channel
-from tests.faults.bed import ANSWER_SECONDS, POLICIES, TRANSPORTS, Bed
+from tests.faults.bed import POLICIES, TRANSPORTS, Bed
 from tests.faults.client import post
 from tests.faults.run import Case
 from tests.faults.verdicts import Judgement, judge
@@ -24,5 +24,5 @@ def judge_damage(bed: Bed) -> Judgement:
     question = bed.question(seed=98)
     params = bed.hand_off(question)
     with bed.stages.damaging():
-        reply = post(bed.decode.url, question.body(params), ANSWER_SECONDS)
+        reply = post(bed.decode.url, question.body(params), bed.answer_seconds)
     return judge(reply, question.oracle)

@@ -11,7 +11,7 @@ from typing import Any
 
 import requests
 
-from tests.faults.bed import ANSWER_SECONDS, Bed, Question
+from tests.faults.bed import Bed, Question
 from tests.faults.client import LeavingClient, post
 from tests.faults.forwarder import Fault, Forwarder
 from tests.faults.stages import Stage
@@ -125,7 +125,8 @@ class Run:
         # vLLM refuses several greedy samples; so cold, the likeliest token is chosen all the same.
         more = {"n": num_choices, "temperature": 0.01} if num_choices > 1 else {}
         body = question.body(params, **more)
-        asked = Asked(question, self._pool.submit(post, self.bed.decode.url, body, ANSWER_SECONDS), num_choices)
+        reply = self._pool.submit(post, self.bed.decode.url, body, self.bed.answer_seconds)
+        asked = Asked(question, reply, num_choices)
         self._asked.append(asked)
         return asked
 

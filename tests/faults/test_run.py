@@ -39,6 +39,7 @@ class FakeBed:
     restarted: list[str] = field(default_factory=list)
     words: str = "its last words"
     settle_seconds: float = 0.0
+    answer_seconds: float = 10.0
 
     def counters(self):
         return {name: (getattr(self, name).life, dict(getattr(self, name).metrics)) for name in ("prefill", "decode")}
