@@ -95,7 +95,9 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 env={**_own_environment(), **(environment or {})},
                 cwd=REPOSITORY,
-                start_new_session=True,
+                # A group to signal, but no session of its own: Linux schedules sessions against each other (autogroup),
+                # and 6.18 can starve one for a minute while another spins on the same core.
+                process_group=0,
                 preexec_fn=_die_with_parent,
             )
 
