@@ -48,7 +48,7 @@ def allocated(make: Callable[[int], object], count: int = NUM_SAMPLES) -> float:
 
 def scheduler_peer(subject: Subject) -> float:
     """A peer in decode's scheduler process, as decoded from the wire."""
-    book = PeerBook(PeerPolicy(), subject.engine(0))
+    book = PeerBook(PeerPolicy(5, 1, 30), subject.engine(0))
     payloads = [encode(subject.welcome(number)) for number in range(NUM_SAMPLES + 1)]
 
     def greet(number: int) -> object:
@@ -70,7 +70,7 @@ def lease(subject: Subject) -> float:
     """A lease of one prompt, with the book's own entries for its blocks."""
     block_ids = subject.block_ids()
     span = max(block_ids) + 1
-    book = LeaseBook(LeasePolicy(), 10 * span, 16, 1)
+    book = LeaseBook(LeasePolicy(10, 30, 120, 0.5), 10 * span, 16, 1)
     return allocated(
         lambda number: book.open(LeaseId(f"{number:032x}"), [number * span + b for b in block_ids], 0.0), 4
     )

@@ -20,7 +20,7 @@ def functions(subject: Subject | None = None) -> dict[str, Callable[[], object]]
     """What is timed, by name; bytes in, bytes out, without the socket."""
     subject = subject or Subject()
     engine, welcome = subject.engine(0), subject.welcome(0)
-    policy = LeasePolicy(max_seconds=1e9, renewal_seconds=1e9, unclaimed_seconds=1e9)
+    policy = LeasePolicy(max_seconds=1e9, renewal_seconds=1e9, unclaimed_seconds=1e9, max_pool_fraction=0.5)
     prefill = PrefillSide(engine, welcome.ranks, LeaseBook(policy, subject.num_blocks, 16, 1), address(0))
     hello, renew, greeted = encode(Hello(engine)), encode(Renew((LeaseId("a" * 32),))), encode(welcome)
     block_ids = subject.block_ids()
@@ -32,7 +32,7 @@ def functions(subject: Subject | None = None) -> dict[str, Callable[[], object]]
         return encode(reply)
 
     def judge() -> object:
-        peers = PeerBook(PeerPolicy(), engine)
+        peers = PeerBook(PeerPolicy(5, 1, 30), engine)
         peers.greet(address(1), 0.0)
         message = decode(greeted)
         assert isinstance(message, Welcome)

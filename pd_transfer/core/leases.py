@@ -82,10 +82,10 @@ class WordBatch(NamedTuple):
 class LeasePolicy:
     """Deadlines in seconds and the share of the pool that may be under lease at once."""
 
-    unclaimed_seconds: float = 10.0
-    renewal_seconds: float = 30.0
-    max_seconds: float = 120.0
-    max_pool_fraction: float = 0.5
+    unclaimed_seconds: float
+    renewal_seconds: float
+    max_seconds: float
+    max_pool_fraction: float
 
 
 @dataclass(slots=True)

@@ -121,9 +121,9 @@ class PeerPolicy:
     ``repeat_seconds`` lie between two Hellos of a handshake whose connection breaks.
     """
 
-    handshake_seconds: float = 5.0
-    backoff_seconds: float = 1.0
-    rejection_seconds: float = 30.0
+    handshake_seconds: float
+    backoff_seconds: float
+    rejection_seconds: float
     repeat_seconds: float = 0.2
 
 

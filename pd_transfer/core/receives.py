@@ -199,8 +199,8 @@ ReceiveAction = SubmitRead | SubmitWordRead | ReconnectPeer | ReportReceive | Re
 class ReceivePolicy:
     """How long a receive may take before it is given up, and then its last transfer before the agent is destroyed."""
 
-    read_seconds: float = 30.0
-    drain_seconds: float = 30.0
+    read_seconds: float
+    drain_seconds: float
 
 
 @dataclass(slots=True)

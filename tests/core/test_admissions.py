@@ -58,7 +58,7 @@ class Rig:
     """A decode engine's two books."""
 
     def __init__(self) -> None:
-        self.peers = PeerBook(PeerPolicy(handshake_seconds=5, backoff_seconds=1), DECODE_ENGINE)
+        self.peers = PeerBook(PeerPolicy(handshake_seconds=5, backoff_seconds=1, rejection_seconds=30), DECODE_ENGINE)
         self.book = AdmissionBook(self.peers, RENEWAL_SECONDS, MEMORY_SECONDS)
 
     def welcome(self, now=0, **changes) -> list:

@@ -199,7 +199,9 @@ def test_renewals_extend_up_to_the_limit_and_never_shorten():
 
 
 def test_a_short_renewal_does_not_cut_the_first_wait():
-    book = LeaseBook(LeasePolicy(unclaimed_seconds=100, renewal_seconds=5), 100, 4, 1)
+    book = LeaseBook(
+        LeasePolicy(unclaimed_seconds=100, renewal_seconds=5, max_seconds=120, max_pool_fraction=0.5), 100, 4, 1
+    )
     lease = book.open(A, [5], 0)
     book.renew([A], 1)
     assert lease.deadline == 100

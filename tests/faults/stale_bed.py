@@ -75,7 +75,7 @@ class Prefill:
         self._transport = NixlServeTransport(
             "stale-serve", self._pages.region, range_of(self._table), backend_params=way.backend_params
         )
-        self._leases = LeaseBook(LeasePolicy(max_pool_fraction=1.0), NUM_BLOCKS, num_slots=1, num_ranks=1)
+        self._leases = LeaseBook(LeasePolicy(10, 30, 120, max_pool_fraction=1.0), NUM_BLOCKS, num_slots=1, num_ranks=1)
         self._held: tuple[int, ...] = ()
         self._num_prompts = 0
 
@@ -154,7 +154,7 @@ class Reader:
         self.transport = self.transport_class(
             "stale-pull", self._pages.region, self._pages.rows, backend_params=way.backend_params
         )
-        self._loop = PullLoop(self.transport, ReceivePolicy(), 0, self._pages.layout, self._pages.rows)
+        self._loop = PullLoop(self.transport, ReceivePolicy(30, 30), 0, self._pages.layout, self._pages.rows)
         report = self._turns(connect_order(PEER, layout, [served]))
         assert not report.troubled_peers
 

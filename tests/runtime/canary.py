@@ -259,7 +259,7 @@ class DecodeRank:
         )
         self.loop = PullLoop(
             self.transport,
-            ReceivePolicy(),
+            ReceivePolicy(read_seconds=30, drain_seconds=30),
             rank,
             geometry.local,
             self.memory.rows,
