@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import uvloop
 
+from proxy.canary import CanaryError
 from proxy.command_line import parse_arguments
 from proxy.config import ConfigError, ProxyConfig
 from proxy.open_files import allow_open_files
@@ -15,14 +16,17 @@ logger = logging.getLogger("proxy")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a proxy until it is told to stop. Returns the exit status: 0 after a stop, 1 if it cannot listen."""
+    """Run a proxy until it is told to stop.
+
+    Returns the exit status: 0 after a stop, 1 if it cannot listen or its canary saw no KV move.
+    """
     config = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logger.info("%s", config)
     allow_open_files(config.limits.max_in_flight)
     try:
         uvloop.run(serve(config, lambda address: _announce(address, config)))
-    except ConfigError as error:
+    except (ConfigError, CanaryError) as error:
         print(f"pd-proxy: {error}", file=sys.stderr)
         return 1
     except OSError as error:

@@ -57,6 +57,7 @@ def configuration(arguments: Sequence[str]) -> ProxyConfig:
         config_file=given.config,
         admin_token_file=given.admin_token_file,
         otlp_endpoint=given.otlp_endpoint,
+        canary_seconds=given.canary,
         arguments=tuple(arguments),
     )
 
@@ -122,6 +123,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--admin-token-file", type=Path, metavar="FILE", help="file with the admin API's bearer token")
     add("--otlp-endpoint", metavar="URL", help="OTLP/HTTP address for spans, as http://HOST:4318/v1/traces")
+    add(
+        "--canary",
+        type=_argument(_seconds),
+        default=defaults.canary_seconds,
+        metavar="SECONDS",
+        help="before listening, wait up to SECONDS for the engines to be up, then move KV through every pair of them; "
+        "where none moves, end with status 1",
+    )
     _add_routing(parser)
     _add_timeouts(parser, defaults.timeouts)
     _add_limits(parser, defaults.limits)

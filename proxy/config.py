@@ -75,6 +75,8 @@ class ProxyConfig:
     """Holds the token of the admin API, which is off without one."""
     otlp_endpoint: str | None = None
     """Where spans go, an OTLP/HTTP address; None for no spans."""
+    canary_seconds: float = 0.0
+    """How long the start-up canary waits for engines to be up; 0 for no canary."""
     arguments: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """The command line, to be read again together with the file."""
 

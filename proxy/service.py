@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
@@ -13,6 +14,7 @@ from aiohttp import web
 from proxy.admin import Admin, read_token
 from proxy.admission import Admission
 from proxy.background import in_background
+from proxy.canary import Canary
 from proxy.checks import Checks
 from proxy.command_line import configuration
 from proxy.config import ProxyConfig, Timeouts
@@ -28,6 +30,9 @@ from proxy.sight import sight
 from proxy.tracing import tracing_to
 
 logger = logging.getLogger("proxy.service")
+
+ENGINE_KEY_VARIABLE = "VLLM_API_KEY"
+"""The environment variable with the canary's API key, as for ``vllm serve``. Requests bring their clients' own."""
 
 _CANCEL_SECONDS = 0.1
 """How long open requests get before they are cut off, when nobody waits for them any more."""
@@ -111,12 +116,15 @@ def _following(config: ProxyConfig, registry: Registry) -> list[Coroutine[None, 
 async def serve(config: ProxyConfig, announce: Callable[[str], None]) -> None:
     """Run a proxy until SIGTERM or SIGINT, then drain it; a second signal ends the wait.
 
-    ``announce`` gets the address as soon as requests are accepted. Raises like ``running``.
+    ``announce`` gets the address as soon as requests are accepted: after the canary, if there is one. Raises like
+    ``running``, and ``CanaryError``.
     """
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
+    if config.canary_seconds and not await _ended_before_a_signal(_canary(config), signals):
+        return
     async with running(config) as proxy:
         announce(proxy.address)
         await signals.get()
@@ -127,6 +135,25 @@ async def serve(config: ProxyConfig, announce: Callable[[str], None]) -> None:
             logger.warning("stopping although requests are open")
         for task in (drained, impatient):
             task.cancel()
+
+
+async def _canary(config: ProxyConfig) -> None:
+    async with _session(config.timeouts) as session:
+        canary = Canary(EngineClient(session, config.timeouts), os.environ.get(ENGINE_KEY_VARIABLE))
+        await canary.move_kv(config.prefill_urls, config.decode_urls, config.canary_seconds)
+
+
+async def _ended_before_a_signal(work: Coroutine[None, None, None], signals: asyncio.Queue[int]) -> bool:
+    """Do some work unless there is a signal; whether it was done. Raises like the work."""
+    working, waiting = asyncio.create_task(work), asyncio.create_task(signals.get())
+    await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
+    done = working.done()
+    for task in (working, waiting):
+        task.cancel()
+    await asyncio.wait((working, waiting))
+    if done:
+        working.result()
+    return done
 
 
 def _session(timeouts: Timeouts) -> aiohttp.ClientSession:

@@ -19,6 +19,7 @@ def test_everything_can_be_set():
         " --idle-timeout-seconds 4 --drain-timeout-seconds 0.5 --health-interval-seconds 0.6"
         " --max-body-bytes 10 --max-prompts 11 --max-in-flight 12 --max-queued 0 --queue-timeout-seconds 13"
         " --decode-policy session-affinity --min-remote-tokens 14 --fallback decode-only --data-parallel-ranks 15"
+        " --canary 16"
     )
     config = parse_arguments([*ENGINES, *more.split()])
     assert config == ProxyConfig(
@@ -29,6 +30,7 @@ def test_everything_can_be_set():
         timeouts=Timeouts(1, 2, 3, 4, 0.5, 0.6),
         limits=Limits(10, 11, 12, 0, 13),
         routing=RoutingConfig("round-robin", "session-affinity", 14, decode_only_fallback=True, num_ranks=15),
+        canary_seconds=16,
     )
 
 
