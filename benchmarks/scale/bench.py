@@ -15,6 +15,7 @@ from benchmarks.micro import measure
 from benchmarks.report import RESULTS, Cell, Table, new_report, show, write
 from benchmarks.scale import memory, timing
 from benchmarks.scale.model import (
+    FILE_LIMIT,
     TOLERATED_SHARE,
     Costs,
     Deployment,
@@ -29,7 +30,7 @@ from benchmarks.scale.subject import Subject
 from pd_transfer.cli.transfers import NUMBERINGS
 from pd_transfer.config import PdConfig
 from pd_transfer.core.messages import Hello, encode
-from pd_transfer.sidechannel.dealers import MAX_PEERS
+from pd_transfer.sidechannel.dealers import num_places
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -137,7 +138,7 @@ def costs_table(costs: Costs, subject: Subject) -> Table:
 
 
 def memory_table(deployment: Deployment, costs: Costs, subject: Subject) -> Table:
-    """What engines hold once every decode engine knows every prefill engine, were MAX_PEERS no limit."""
+    """What engines hold once every decode engine knows every prefill engine, were places for them no limit."""
     peers, askers = deployment.num_prefill, deployment.num_decode
     rows: list[tuple[Cell, ...]] = [
         ("decode scheduler: peers", peers * costs.scheduler_peer_bytes / 2**20, "MiB"),
@@ -176,11 +177,12 @@ def notes(deployment: Deployment, found: Sequence[Limit]) -> list[str]:
     """What breaks, and when."""
     broken = [each.name for each in found if each.ratio > 1]
     result = [f"Broken: {', '.join(broken)}." if broken else "Nothing breaks."]
-    when = seconds_until_met(deployment, MAX_PEERS)
+    places = num_places(FILE_LIMIT)
+    when = seconds_until_met(deployment, places)
     if math.isfinite(when):
-        share = 1 - MAX_PEERS / deployment.num_prefill
+        share = 1 - places / deployment.num_prefill
         result.append(
-            f"A decode engine that lists no peers has met {MAX_PEERS} prefill engines after {when / 3600:.1f} h. Then "
+            f"A decode engine that lists no peers has met {places:,} prefill engines after {when / 3600:.1f} h. Then "
             f"on {share:.0%} of its prompts name one that it cannot ask, and it computes them itself. Listed in the "
             "setting peers they have places of their own; affine routing helps too."
         )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pd_transfer.config import PdConfig
-from pd_transfer.sidechannel.dealers import MAX_PEERS
+from pd_transfer.sidechannel.dealers import num_places
 
 RENEWALS_PER_PERIOD = 3
 """As the decode scheduler renews: three times in the shorter of the two lease periods."""
@@ -122,8 +122,8 @@ def limits(deployment: Deployment, costs: Costs, num_blocks: int, num_rows: int,
             f"room for {room} at a time; the others' prompts are computed on decode",
         ),
         Limit(
-            "prefill engines that decode's setting peers does not list (MAX_PEERS)",
-            MAX_PEERS,
+            "prefill engines that decode's setting peers does not list",
+            num_places(FILE_LIMIT),
             num_peers,
             "a Hello to the next one is dropped: its prompts wait handshake_seconds and are then computed on decode; "
             "a peer that answered is never let go, however long it idles",

@@ -28,10 +28,6 @@ from pd_transfer.sidechannel.sockets import (
 
 logger = logging.getLogger("pd_transfer.sidechannel")
 
-MAX_PEERS = 128
-"""Addresses asked at a time, by default, beside the reserved ones. Each costs four descriptors; the addresses come from
-clients, so that their number must have a bound, and a process has 1024 descriptors where nobody raised the limit."""
-
 _HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?")
 """No '*', ';' or '/': libzmq's endpoints give them a meaning, and hosts come from clients."""
 
@@ -59,6 +55,15 @@ class _Peer:
                     return True
                 self.established = True
         return False
+
+
+def num_places(file_limit: int) -> int:
+    """Addresses asked at a time, beside the reserved ones, where a process may open that many files (-1: any number).
+
+    The addresses come from clients, so that their number must have a bound. Each costs four files: together, half of
+    what there are. Each costs some 75 KiB too: 4096 are enough for any deployment that is known.
+    """
+    return 4096 if file_limit < 0 else min(max(file_limit // 8, 16), 4096)
 
 
 class Dealers:

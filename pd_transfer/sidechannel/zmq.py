@@ -10,6 +10,7 @@ strangers from using that: with them, a ``Gate`` stands before the ROUTER.
 import contextlib
 import errno
 import math
+import resource
 import socket
 import threading
 import time
@@ -21,7 +22,7 @@ from pd_transfer.core.params import Address
 from pd_transfer.errors import SideChannelError
 from pd_transfer.sidechannel.base import Received, RequestReceived
 from pd_transfer.sidechannel.curve import CurveKeys
-from pd_transfer.sidechannel.dealers import MAX_PEERS, Dealers, is_valid
+from pd_transfer.sidechannel.dealers import Dealers, is_valid, num_places
 from pd_transfer.sidechannel.gate import Gate
 from pd_transfer.sidechannel.sockets import NUM_IO_THREADS, new_dealer, new_router, send, take
 
@@ -61,7 +62,8 @@ class ZmqSideChannel:
 
     ``bind`` makes it serve: an IP address of this machine (``0.0.0.0`` or ``::`` for all) and a port (0: a free one).
     What is advertised to peers is the caller's business. A peer that stops answering heartbeats is lost after at most
-    three times ``heartbeat_seconds``. ``max_peers`` addresses are asked at a time, and ``reserved`` ones beside them.
+    three times ``heartbeat_seconds``. ``max_peers`` addresses are asked at a time (as ``num_places`` says, by default),
+    and ``reserved`` ones beside them.
 
     Addresses to ask should be literal. Names resolve to IPv4 only, a slow resolver delays all named peers, and
     ``close`` waits for it.
@@ -74,13 +76,15 @@ class ZmqSideChannel:
         bind: Address | None = None,
         keys: CurveKeys | None = None,
         heartbeat_seconds: float = 5.0,
-        max_peers: int = MAX_PEERS,
+        max_peers: int | None = None,
         reserved: Collection[Address] = (),
     ) -> None:
         self.bound_port: int | None = None
         self._num_dropped = 0
         self._router: zmq.Socket[bytes] | None = None
         self._gate: Gate | None = None
+        if max_peers is None:
+            max_peers = num_places(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         self._context = zmq.Context(io_threads=NUM_IO_THREADS)
         # A DEALER and two ends of a monitor per peer, and as much again for peers that are still lingering.
         self._context.set(zmq.MAX_SOCKETS, 6 * (max_peers + len(reserved)) + 16)

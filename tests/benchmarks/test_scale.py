@@ -18,6 +18,7 @@ from benchmarks.scale.bench import (
 )
 from benchmarks.scale.memory import allocated, lease, scheduler_peer, side_channel, worker_peer
 from benchmarks.scale.model import (
+    FILE_LIMIT,
     Costs,
     Deployment,
     limits,
@@ -32,7 +33,7 @@ from pd_transfer.config import PdConfig
 from pd_transfer.core.layout import invalid_layout
 from pd_transfer.core.messages import Welcome, decode, encode, invalid_welcome
 from pd_transfer.core.params import parse_grant
-from pd_transfer.sidechannel.dealers import MAX_PEERS
+from pd_transfer.sidechannel.dealers import num_places
 
 SMALL = Subject(num_tokens=4096, kv_bytes=2 * 2**30)
 COSTS = Costs(3e4, 4e4, 1e4, 4, 1.5e-3, 7e4, 5, 1e-4, 1e-4, 5e-6, 7e5, 8576)
@@ -62,12 +63,14 @@ def test_messages():
     assert (rates["Renew"], rates["Release"]) == (6.0, 2.0)
 
 
-@pytest.mark.parametrize(("num_prefill", "is_broken"), [(MAX_PEERS, False), (MAX_PEERS + 1, True)])
+@pytest.mark.parametrize(
+    ("num_prefill", "is_broken"), [(num_places(FILE_LIMIT), False), (num_places(FILE_LIMIT) + 1, True)]
+)
 def test_the_limit_of_peers(num_prefill, is_broken):
     deployment = Deployment(num_prefill=num_prefill, num_decode=10, lease_seconds=0.01)
     found = limits(deployment, COSTS, 32768, 62, CONFIG)
     broken = [limit.name for limit in found if limit.ratio > 1]
-    assert broken == (["prefill engines that decode's setting peers does not list (MAX_PEERS)"] if is_broken else [])
+    assert broken == (["prefill engines that decode's setting peers does not list"] if is_broken else [])
     (verdict, *_) = notes(deployment, found)
     assert verdict.startswith("Broken: prefill engines" if is_broken else "Nothing breaks")
 

@@ -19,7 +19,7 @@ pytest.importorskip("zmq")
 
 import zmq
 
-from pd_transfer.sidechannel.dealers import MAX_PEERS
+from pd_transfer.sidechannel.dealers import num_places
 from pd_transfer.sidechannel.zmq import ZmqSideChannel
 
 LOCAL = Address("127.0.0.1", 0)
@@ -33,7 +33,7 @@ def opened() -> Iterator[Callable[..., ZmqSideChannel]]:
         def open_endpoint(
             bind: Address | None = None,
             heartbeat_seconds: float = 5.0,
-            max_peers: int = MAX_PEERS,
+            max_peers: int | None = None,
             reserved: Sequence[Address] = (),
         ) -> ZmqSideChannel:
             endpoint = ZmqSideChannel(bind, None, heartbeat_seconds, max_peers, reserved)
@@ -363,12 +363,19 @@ class TestAddresses:
     def test_all_places_together_leave_half_of_the_usual_descriptors(
         self, opened: Callable[..., ZmqSideChannel]
     ) -> None:
-        with socket.create_server(("", 0), backlog=2 * MAX_PEERS) as listener:
-            asker, port = opened(), listener.getsockname()[1]
+        max_peers = num_places(1024)
+        with socket.create_server(("", 0), backlog=2 * max_peers) as listener:
+            asker, port = opened(max_peers=max_peers), listener.getsockname()[1]
             before = num_descriptors()
-            for number in range(2 * MAX_PEERS):
+            for number in range(2 * max_peers):
                 asker.send_request(Address(f"127.0.{number // 100 + 1}.{number % 100 + 1}", port), b"hello")
-            until(lambda: 4 * (MAX_PEERS - 1) <= num_descriptors() - before <= 1024 // 2)
+            until(lambda: 4 * (max_peers - 1) <= num_descriptors() - before <= 1024 // 2)
+
+    @pytest.mark.parametrize(
+        ("file_limit", "expected"), [(64, 16), (1024, 128), (20_000, 2500), (65_535, 4096), (-1, 4096)]
+    )
+    def test_places_grow_with_the_limit_of_open_files(self, file_limit: int, expected: int) -> None:
+        assert num_places(file_limit) == expected
 
     @pytest.mark.parametrize(
         ("address", "advice"),
