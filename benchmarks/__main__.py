@@ -12,7 +12,9 @@ from collections.abc import Sequence
 BENCHMARKS = {
     "plan": ("benchmarks.plan.bench", "bytes, descriptors and planning time for the geometries of real models"),
     "idle": ("benchmarks.idle_cost", "CPU of an idle pair of engines, and with 100 leases waiting"),
+    "proxy": ("benchmarks.proxy.bench", "CPU, time and memory of the proxy, next to other proxies, with mock engines"),
     "scale": ("benchmarks.scale.bench", "1,000 x 1,000 engines, simulated from unit costs that are measured here"),
+    "faults": ("benchmarks.faults.bench", "the same faults against the built-in connector and ours; starts engines"),
 }
 
 
