@@ -1,0 +1,1 @@
+"""``scripts/bench transfer``: pulls over real NIXL between two processes, without an engine."""
