@@ -76,6 +76,7 @@ async def relay_merged(request: web.Request, replies: Sequence[Reply], per_promp
             body = merge_replies([await reply.read() for reply in replies], per_prompt)
         except EngineFailedError as failure:
             raise failure.as_proxy_error() from failure
+        request[RECORD_KEY].answering()
         request[RECORD_KEY].answered(body)
         return complete(request, Answer(replies[0].status, replies[0].headers, body))
     finally:

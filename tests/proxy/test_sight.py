@@ -72,6 +72,7 @@ async def test_a_list_of_prompts_is_one_line_with_all_of_them(caplog, body):
     (line,) = lines(caplog)
     assert len(line["prompts"]) == 2
     assert line["answer_tokens"] == 6
+    assert 0 < line["first_byte_seconds"] <= line["seconds"]
 
 
 @asynchronous
