@@ -96,18 +96,15 @@ class Bed:
         """Both processes on their cores; both end with the block."""
         with on_core(cores.serving):
             process = ServingProcess(region_bytes, way.engine_config)
-        try:
+        with process, on_core(cores.reading):
             # Pages that were never written do not exist, and are not read as fast as others.
             process.command(f"fill {_FILL}")
             process.answer()
-            with on_core(cores.reading):
-                bed = cls(way, cores, process, region_bytes)
-                try:
-                    yield bed
-                finally:
-                    bed.close()
-        finally:
-            process.kill()
+            bed = cls(way, cores, process, region_bytes)
+            try:
+                yield bed
+            finally:
+                bed.close()
 
     def ours(self, rows_of: RowsOf, params: Mapping[str, str] | None = None) -> "PullReader":
         """A reader as the connector's, told more if need be."""
