@@ -30,10 +30,11 @@ def chosen(words: Sequence[str]) -> list[Case]:
     return [case for case in CASES.values() if any(word in case.name for word in words)]
 
 
-def earlier(folder: Path) -> Book:
-    """What a run has left in a folder; nothing where there is no report, or one of another shape."""
+def earlier(folder: Path, transport: str) -> Book:
+    """What a run has left in a folder; nothing where there is no report, or one of another shape or transport."""
     try:
-        return msgspec.convert(read(folder / f"{NAME}.json").data["results"], Book)
+        data = read(folder / f"{NAME}.json").data
+        return msgspec.convert(data["results"], Book) if data["transport"] == transport else {}
     except (OSError, msgspec.DecodeError, msgspec.ValidationError, KeyError):
         return {}
 
@@ -43,7 +44,7 @@ def made(arguments: Sequence[str], book: Mapping[Connector, Mapping[str, Result]
     found = {
         connector: {name: results[name] for name in CASES if name in results} for connector, results in book.items()
     }
-    data: dict[str, Any] = {"results": msgspec.to_builtins(found)}
+    data: dict[str, Any] = {"transport": transport, "results": msgspec.to_builtins(found)}
     cases = list(CASES.values())
     return new_report(
         NAME,
@@ -59,6 +60,7 @@ def play(
     console: Console, connector: Connector, transport: str, cases: Sequence[Case], store: Callable[..., None]
 ) -> None:
     """Play the cases on one pair, and store each as it ends. Raises StackError."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     console.print(f"{connector}: starting two engines")
     with running_sided_bed(connector, transport) as bed:
         for number, case in enumerate(cases, 1):
@@ -74,6 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="scripts/bench faults", description=__doc__)
     parser.add_argument("--connector", choices=list(Connector), type=Connector, help="only this one")
     parser.add_argument("--only", metavar="NAME", nargs="+", default=[""], help="only cases whose name contains a NAME")
+    parser.add_argument("--missing", action="store_true", help="only cases of which the folder has no result")
     parser.add_argument("--transport", choices=list(TRANSPORTS), default="tcp", help="UCX between the engines (tcp)")
     parser.add_argument("--list", action="store_true", help="print the cases, and end")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for faults.json and faults.md")
@@ -84,8 +87,7 @@ def main(arguments: Sequence[str]) -> int:
         for case in cases:
             console.print(f"{case.name}: {case.about}", highlight=False, markup=False)
         return 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    book, stamp = earlier(options.out), new_report(NAME, [], [])
+    book, stamp = earlier(options.out, options.transport), new_report(NAME, [], [])
 
     def store(connector: Connector, case: Case, result: Result) -> None:
         result.when, result.commit = stamp.date, stamp.versions["pd_transfer"]
@@ -95,7 +97,10 @@ def main(arguments: Sequence[str]) -> int:
     connectors = [options.connector] if options.connector else list(Connector)
     try:
         for connector in connectors:
-            play(console, connector, options.transport, cases, store)
+            played = book.get(connector, {}) if options.missing else {}
+            left = [case for case in cases if case.name not in played]
+            if left:
+                play(console, connector, options.transport, left, store)
     except StackError as error:
         console.print(str(error), highlight=False, markup=False)
         return 1

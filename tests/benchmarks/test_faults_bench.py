@@ -392,22 +392,31 @@ def test_every_case_has_a_row():
 
 
 def test_a_run_keeps_what_others_have_found(tmp_path):
-    assert bench.earlier(tmp_path) == {}
+    assert bench.earlier(tmp_path, "tcp") == {}
     bench.write(bench.made(["--only", "silence"], RESULTS, "tcp"), tmp_path)
-    book = bench.earlier(tmp_path)
+    book = bench.earlier(tmp_path, "tcp")
     assert book == RESULTS
     book[Connector.OURS] = {"silence": Result(answers=[exact()], num_reads=0)}
     bench.write(bench.made([], book, "tcp"), tmp_path)
-    assert bench.earlier(tmp_path) == book
+    assert bench.earlier(tmp_path, "tcp") == book
+    assert bench.earlier(tmp_path, "cma") == {}
     text = (tmp_path / "faults.md").read_text()
     assert "1 exact (computed by decode)" in text
     (tmp_path / "faults.json").write_text('{"name": "of another shape"}')
-    assert bench.earlier(tmp_path) == {}
+    assert bench.earlier(tmp_path, "tcp") == {}
 
 
 def test_cases_that_are_gone_are_not_reported():
     report = bench.made([], {Connector.OURS: {"gone": Result()}}, "tcp")
     assert report.data["results"] == {"ours": {}}
+
+
+def test_nothing_is_played_again_that_is_not_missing(tmp_path, capsys):
+    book = {connector: {"silence": Result(answers=[exact()])} for connector in Connector}
+    bench.write(bench.made([], book, "tcp"), tmp_path)
+    assert bench.main(["--only", "silence", "--missing", "--out", str(tmp_path)]) == 0
+    assert "starting" not in capsys.readouterr().out
+    assert bench.earlier(tmp_path, "tcp") == book
 
 
 def test_the_command_lists_its_cases(capsys):
