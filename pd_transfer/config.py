@@ -6,6 +6,7 @@ import re
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -28,6 +29,8 @@ class PdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     handshake_seconds, read_seconds, drain_seconds: what a decode engine waits for a Welcome, for a read, and for a
     read that it has given up, before it destroys its agent.
     backoff_seconds, rejection_seconds: how long a peer that did not answer, or did not fit, is left alone.
+    register_at: proxies ("http://host:port") that this engine registers at, once it serves.
+    register_as: this engine's own HTTP address, for the proxies. register_token_file: holds their admin API's token.
     nixl_backend_params: passed to NIXL's UCX backend, for example {"engine_config": "TLS=tcp"}.
     debug_damage: [group, block position] whose bytes are overwritten after a good read: the tests' positive control.
     """
@@ -48,6 +51,9 @@ class PdConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     rejection_seconds: float = 30.0
     read_seconds: float = 30.0
     drain_seconds: float = 30.0
+    register_at: tuple[str, ...] = ()
+    register_as: str = ""
+    register_token_file: str = ""
     nixl_backend_params: dict[str, str] = {}
     debug_damage: tuple[int, int] | None = None
 
@@ -100,6 +106,7 @@ def _check(config: PdConfig) -> None:
     if not 0 < config.lease_max_pool_fraction <= 1:
         raise ConfigError(f"lease_max_pool_fraction is {config.lease_max_pool_fraction}; use more than 0 and at most 1")
     _check_trust(config)
+    _check_registration(config)
 
 
 def _check_trust(config: PdConfig) -> None:
@@ -117,6 +124,41 @@ def _check_trust(config: PdConfig) -> None:
                 "(make one with 'pdt keys new'), or set 'insecure': true to accept that anyone who reaches the port "
                 "can read KV"
             )
+
+
+def _check_registration(config: PdConfig) -> None:
+    needed = {
+        "register_as": "set it to this engine's own HTTP address, as the proxies reach it",
+        "register_token_file": "set it to a file with the token of the proxies' admin API",
+    }
+    for setting, advice in needed.items():
+        is_set = bool(getattr(config, setting))
+        if config.register_at and not is_set:
+            raise ConfigError(f"register_at is set and {setting} is not: {advice}")
+        if is_set and not config.register_at:
+            raise ConfigError(f"{setting} is set and register_at names no proxy: set register_at, or remove {setting}")
+    for proxy in config.register_at:
+        _check_base_url("register_at", proxy)
+        if config.register_at.count(proxy) > 1:
+            raise ConfigError(f"register_at names {proxy} twice")
+    if config.register_as:
+        _check_base_url("register_as", config.register_as)
+
+
+def _check_base_url(setting: str, text: str) -> None:
+    """Raises ConfigError for what is not the address of an HTTP server, to which paths can be appended."""
+    advice = "write 'http://host:port'"
+    try:
+        parts = urlsplit(text)
+        has_host = bool(parts.hostname) and parts.port != 0
+    except ValueError as error:
+        raise ConfigError(f"{setting} has {text!r} ({error}); {advice}") from error
+    if parts.scheme not in {"http", "https"} or not has_host or not _URL_CHARACTERS.fullmatch(text):
+        raise ConfigError(f"{setting} has {text!r}, which is not an address of HTTP; {advice}")
+    if "?" in text or "#" in text or "@" in parts.netloc:
+        raise ConfigError(f"{setting} has an address with a user, a query or a fragment; {advice}")
+    if parts.path.rstrip("/").endswith("/v1"):
+        raise ConfigError(f"{setting} has {text!r}, which ends in /v1; {advice}")
 
 
 def _is_trusted(config: PdConfig) -> bool:
@@ -155,6 +197,7 @@ def _plain(host: str) -> str:
         return host.lower()
 
 
+_URL_CHARACTERS = re.compile("[!-~]+")
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]*[A-Za-z_-][A-Za-z0-9._-]*")
 

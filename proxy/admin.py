@@ -6,6 +6,11 @@
     DELETE /admin/engines        {"role", "url"}        forget; open requests go on
 
 Each answers with the list. What the file says of other engines is not touched; a restart forgets all of this.
+
+Engines speak for themselves, again and again, and are answered without the list:
+
+    POST   /admin/registrations  {"role", "url"}        it serves: added, unless it is a member already
+    DELETE /admin/registrations  {"role", "url"}        it stops: forgotten, unless an operator has added it
 """
 
 import hmac
@@ -27,6 +32,7 @@ logger = logging.getLogger("proxy.admin")
 PREFIX = "/admin/"
 PATH = PREFIX + "engines"
 DRAIN_PATH = PATH + "/drain"
+REGISTRATIONS_PATH = PREFIX + "registrations"
 
 SHORTEST_TOKEN = 16
 _SCHEME = "bearer "
@@ -70,6 +76,8 @@ class Admin:
         router.add_post(PATH, self._add)
         router.add_delete(PATH, self._remove)
         router.add_post(DRAIN_PATH, self._drain)
+        router.add_post(REGISTRATIONS_PATH, self._register)
+        router.add_delete(REGISTRATIONS_PATH, self._deregister)
         router.add_route("*", PREFIX + "{path:.*}", self._nothing)
 
     def allow_reading(self, request: web.Request) -> None:
@@ -85,11 +93,7 @@ class Admin:
 
     async def _add(self, request: web.Request) -> web.Response:
         named = await self._named(request)
-        try:
-            url = engine_url(named.url)
-        except ValueError as error:
-            raise ProxyError(400, str(error), "url") from error
-        self._registry.add(named.role, [url], self._num_ranks)
+        self._registry.add(named.role, [_checked_url(named)], self._num_ranks)
         return self._done("added", named)
 
     async def _drain(self, request: web.Request) -> web.Response:
@@ -101,6 +105,18 @@ class Admin:
         named = await self._named(request)
         self._must_exist(named, self._registry.remove(named.role, named.url.rstrip("/")))
         return self._done("removed", named)
+
+    async def _register(self, request: web.Request) -> web.Response:
+        named = await self._named(request)
+        if self._registry.register(named.role, _checked_url(named), self._num_ranks):
+            logger.warning("%s engine %s has registered itself", named.role, named.url)
+        return json_response(200, {"registered": True})
+
+    async def _deregister(self, request: web.Request) -> web.Response:
+        named = await self._named(request)
+        if self._registry.deregister(named.role, named.url.rstrip("/")):
+            logger.warning("%s engine %s stops and is forgotten; its open requests go on", named.role, named.url)
+        return json_response(200, {"registered": False})
 
     async def _nothing(self, request: web.Request) -> web.Response:
         self._authorize(request)
@@ -131,6 +147,13 @@ class Admin:
 
     def _answer(self) -> web.Response:
         return json_response(200, {"engines": engine_list(self._registry)})
+
+
+def _checked_url(named: _Named) -> str:
+    try:
+        return engine_url(named.url)
+    except ValueError as error:
+        raise ProxyError(400, str(error), "url") from error
 
 
 def engine_list(registry: Registry) -> list[dict[str, object]]:

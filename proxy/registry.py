@@ -4,7 +4,8 @@ Engines come and go while requests run: a request keeps the ``Engine`` it was gi
 that has been removed, or replaced by another one at the same address, reaches the old object and nobody else.
 
 Room for the next feature: what routing should know about an engine is a field of ``EngineLoad``, filled by ``load``;
-whoever decides about members calls ``add``, ``drain`` and ``remove``.
+whoever decides about members calls ``add``, ``drain`` and ``remove``. An engine that decides for itself calls
+``register`` and ``deregister``, which change nothing that an operator has decided.
 """
 
 import logging
@@ -18,6 +19,9 @@ from proxy.routing import NO_HINTS, TRUSTED, EngineLoad, Hints, Policy, Role, pi
 
 logger = logging.getLogger("proxy.registry")
 
+FORGET_SECONDS = 120.0
+"""An engine that registered itself is forgotten after so long without a sign of life: nobody else will remove it."""
+
 
 class Engine:
     """One engine in one role. ``num_ranks`` is its data-parallel size, if requests are to name a rank; else 0."""
@@ -27,6 +31,8 @@ class Engine:
         self.url = url
         self.health = Health()
         self.draining = False
+        self.last_sign: float | None = None
+        """When an engine that registered itself last did so or was found well; None for an operator's engine."""
         self.offers_handoffs = True
         """Whether its last prefill came with a hand-off; True until it is known."""
         self.ejections = 0
@@ -114,6 +120,22 @@ class Registry:
             known = self._engines[role].setdefault(url, Engine(role, url, num_ranks))
             known.draining = False
 
+    def register(self, role: Role, url: str, num_ranks: int = 0) -> bool:
+        """An engine says that it serves; whether it is a new member. One that an operator drains goes on draining."""
+        known = self._engines[role].get(url)
+        if known is None:
+            self._engines[role][url] = new = Engine(role, url, num_ranks)
+            new.last_sign = self._clock()
+            return True
+        if known.last_sign is not None:
+            known.last_sign = self._clock()
+        return False
+
+    def deregister(self, role: Role, url: str) -> bool:
+        """An engine says that it stops; whether it is forgotten, as those are that came by ``register``."""
+        known = self._engines[role].get(url)
+        return known is not None and known.last_sign is not None and self.remove(role, url)
+
     def drain(self, role: Role, url: str) -> bool:
         """Give an engine no new requests; whether there is such an engine. Its open ones go on."""
         engine = self._engines[role].get(url)
@@ -144,10 +166,27 @@ class Registry:
             logger.warning("%s engine %s is avoided for a while: %s", engine.role, engine.url, kind.value)
 
     def checked(self, engine: Engine, found: Check) -> None:
-        """A check of an engine's health has ended."""
-        before = engine.standing(self._clock())
+        """A check of an engine's health has ended. It may be the last one of an engine that registered itself."""
+        now = self._clock()
+        before = engine.standing(now)
         engine.health.checked(found)
-        after = engine.standing(self._clock())
+        after = engine.standing(now)
         if after is not before:
             engine.ejections += before in TRUSTED and after not in TRUSTED
             logger.warning("%s engine %s was %s and is %s", engine.role, engine.url, before, after)
+        if engine.last_sign is None:
+            return
+        if found is Check.WELL:
+            engine.last_sign = now
+        elif found is not Check.NOT_MADE and engine.health.standing(now) not in TRUSTED:
+            self._forget_after(engine, now - engine.last_sign)
+
+    def _forget_after(self, engine: Engine, silent_seconds: float) -> None:
+        if silent_seconds > FORGET_SECONDS and self.find(engine.role, engine.url) is engine:
+            self.remove(engine.role, engine.url)
+            logger.warning(
+                "%s engine %s is forgotten: it had registered itself, and gave no sign of life for %.0f s",
+                engine.role,
+                engine.url,
+                silent_seconds,
+            )

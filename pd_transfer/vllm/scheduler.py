@@ -4,6 +4,7 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -34,6 +35,7 @@ from pd_transfer.errors import UnsupportedError
 from pd_transfer.runtime.decode import DecodeSide
 from pd_transfer.runtime.orders import StepOrders, WorkerDescription, WorkerReport
 from pd_transfer.runtime.prefill import FinishedPrompt, PrefillSide
+from pd_transfer.runtime.registration import Registrar, Registrations, Role, read_token
 from pd_transfer.runtime.scheduler import SchedulerRuntime
 from pd_transfer.vllm.identity import config_digest
 from pd_transfer.vllm.metadata import PdMetadata, PdWorkerMetadata
@@ -51,7 +53,7 @@ _RENEWALS_PER_PERIOD = 3
 class SchedulerHalf:
     """Built with the scheduler; ``start`` completes it once the workers have described themselves.
 
-    Raises ConfigError when an engine that only asks has nobody to ask.
+    Raises ConfigError when an engine that only asks has nobody to ask, or when there is no token to register with.
     """
 
     def __init__(self, config: PdConfig, parts: Parts, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -60,9 +62,11 @@ class SchedulerHalf:
         self._config = config
         self._parts = parts
         self._vllm_config = vllm_config
-        self._serves, self._pulls = transfer.is_kv_producer, transfer.is_kv_consumer
+        roles = ((Role.PREFILL, transfer.is_kv_producer), (Role.DECODE, transfer.is_kv_consumer))
+        self._roles = tuple(role for role, is_ours in roles if is_ours)
         if not self._serves:
             check_asker(config)
+        self._registrations = self._registrations_at_proxies()
         self._block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
         self._hash_block_size = kv_cache_config.hash_block_size or min(self._block_sizes)
         self._pool: BlockPool | None = None
@@ -70,6 +74,27 @@ class SchedulerHalf:
         self._split: set[str] = set()
         self._last_levels: dict[Level, int] = {}
         self.num_internal_errors = 0
+
+    @property
+    def _serves(self) -> bool:
+        return Role.PREFILL in self._roles
+
+    @property
+    def _pulls(self) -> bool:
+        return Role.DECODE in self._roles
+
+    def _registrations_at_proxies(self) -> Registrations:
+        config = self._config
+        if not config.register_at or not speaks_for_server(self._vllm_config):
+            return Registrations()
+        path = Path(config.register_token_file)
+        read_token(path)  # the operator learns of a mistake now
+        return Registrations(
+            [
+                Registrar(proxy, config.register_as, self._roles, lambda: read_token(path))
+                for proxy in config.register_at
+            ]
+        )
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """The pool whose blocks leases hold references on."""
@@ -92,6 +117,7 @@ class SchedulerHalf:
         with self._runtime.decode() as (half, now):
             if half is not None:
                 half.greet((Address(*parse_host_port(peer)) for peer in self._config.peers), now)
+        self._registrations.start()
 
     def _describe(self, ranks: Sequence[WorkerDescription]) -> EngineDescription:
         layouts = {worker.layout.digest() for worker in ranks}
@@ -295,7 +321,8 @@ class SchedulerHalf:
         return PdStats.from_collected(collected)
 
     def shutdown(self) -> None:
-        """Stop serving peers."""
+        """Ask the proxies for no more requests, and stop serving peers."""
+        self._registrations.close()
         if self._runtime is not None:
             self._runtime.close()
 
@@ -303,6 +330,14 @@ class SchedulerHalf:
 def data_parallel_rank(vllm_config: VllmConfig) -> int:
     """This engine's rank among data-parallel ones: each needs a side channel port of its own."""
     return int(vllm_config.parallel_config.data_parallel_index)
+
+
+def speaks_for_server(vllm_config: VllmConfig) -> bool:
+    """Whether this engine registers the API server that it is behind: one of its data-parallel ranks does."""
+    parallel = vllm_config.parallel_config
+    # With vLLM's external and hybrid balancing, each node has an API server for its own ranks.
+    rank = parallel.data_parallel_rank_local if parallel.local_engines_only else parallel.data_parallel_index
+    return not rank
 
 
 def environment() -> Mapping[str, str]:

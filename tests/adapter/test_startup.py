@@ -130,6 +130,18 @@ def test_a_consumer_with_keys_is_told_whom_to_ask(config):
     make(config, [group(0, spec=FULL)])
 
 
+def test_a_token_to_register_with_that_cannot_be_read_stops_the_start(config, tmp_path):
+    config.kv_transfer_config.kv_connector_extra_config = {
+        "register_at": ["http://127.0.0.1:1"],
+        "register_as": "http://127.0.0.1:2",
+        "register_token_file": str(tmp_path / "missing"),
+    }
+    with pytest.raises(ConfigError, match=r"register_token_file .*missing cannot be read \(No such file"):
+        make(config, [group(0, spec=FULL)])
+    # Workers hold no token.
+    make(config, [group(0, spec=FULL)], KVConnectorRole.WORKER)
+
+
 def test_workers_of_another_connector(lab):
     engine = lab.engine("x")
     with pytest.raises(ConfigError, match="another connector's workers"):

@@ -100,6 +100,66 @@ def test_mistakes_are_named(extra, sentence):
     assert str(raised.value).startswith(sentence)
 
 
+REGISTRATION = {
+    "register_at": ["http://proxy:8000", "https://[fd00::1]/pd/"],
+    "register_as": "http://10.0.0.5:8100",
+    "register_token_file": "token",
+}
+
+
+def test_an_engine_registers_at_several_proxies():
+    config = load_config(REGISTRATION, {})
+    assert config.register_at == ("http://proxy:8000", "https://[fd00::1]/pd/")
+    assert (config.register_as, config.register_token_file) == ("http://10.0.0.5:8100", "token")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"register_as": ""}, "register_at is set and register_as is not: set it to this engine's own HTTP address"),
+        ({"register_token_file": ""}, "register_at is set and register_token_file is not: set it to a file with the"),
+        ({"register_at": []}, "register_as is set and register_at names no proxy: set register_at, or remove"),
+        ({"register_at": [], "register_as": ""}, "register_token_file is set and register_at names no proxy"),
+        ({"register_at": "http://proxy:8000"}, "kv_connector_extra_config: Expected `array`, got `str` - at `$.regist"),
+        ({"register_at": ["http://p:1"] * 2}, "register_at names http://p:1 twice"),
+        ({"register_at": ["http://p:1", "p:1"]}, "register_at has 'p:1', which is not an address of HTTP; write 'http"),
+        ({"register_as": "http://e:8100/v1/"}, "register_as has 'http://e:8100/v1/', which ends in /v1; write 'http"),
+        ({"register_as": "http://user:word@e:1"}, "register_as has an address with a user, a query or a fragment"),
+        ({"register_as": "http://e:70000"}, "register_as has 'http://e:70000' (Port out of range 0-65535); write 'htt"),
+    ],
+)
+def test_a_registration_that_cannot_work_is_explained(changes, sentence):
+    with pytest.raises(ConfigError) as raised:
+        load_config(REGISTRATION | changes, {})
+    assert str(raised.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("setting", ["register_at", "register_as"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "e",
+        "//e:1",
+        "ftp://e:1",
+        "http://",
+        "http://:1",
+        "http://e:0",
+        "http://e:x",
+        "http://e :1",
+        "http://\u00e9:1",
+        "http://[::1",
+        "http://e:1?x",
+        "http://e:1#x",
+        "http://e:1/\n",
+        "http://@e:1",
+    ],
+)
+def test_what_is_no_address_to_register(setting, address):
+    values = REGISTRATION | {setting: [address] if setting == "register_at" else address}
+    with pytest.raises(ConfigError, match=f"{setting} has .*write 'http://host:port'"):
+        load_config(values, {})
+
+
 def test_a_variables_port_may_be_too_large_for_the_last_data_parallel_rank():
     with pytest.raises(ConfigError, match="side_channel_port is 65536"):
         load_config({}, {PORT_VARIABLE: "65535"}, data_parallel_rank=1)

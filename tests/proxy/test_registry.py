@@ -6,7 +6,7 @@ import pytest
 
 from proxy.errors import FailureKind
 from proxy.health import FIRST_EJECTION_SECONDS, Check, Standing
-from proxy.registry import Load, Registry
+from proxy.registry import FORGET_SECONDS, Load, Registry
 from proxy.routing import EngineLoad, Role, least_tokens, round_robin
 
 
@@ -159,3 +159,85 @@ def test_requests_go_to_the_rank_with_the_least_tokens(registry):
         load.end()
     assert engine.rank_tokens == [0, 0]
     assert Load(registry.find(Role.DECODE, "d0"), 1).rank is None
+
+
+def test_an_engine_that_registers_itself_again_keeps_its_load(registry):
+    assert registry.register(Role.DECODE, "d1", num_ranks=2)
+    engine = registry.find(Role.DECODE, "d1")
+    load = Load(engine, 5)
+    assert not registry.register(Role.DECODE, "d1", num_ranks=2)
+    assert registry.find(Role.DECODE, "d1") is engine
+    assert (engine.requests, engine.rank_tokens) == (1, [5, 0])
+    load.end()
+
+
+def test_an_engine_cannot_undo_what_an_operator_has_decided(registry):
+    registry.register(Role.DECODE, "d1")
+    registry.drain(Role.DECODE, "d1")
+    registry.register(Role.DECODE, "d1")
+    assert registry.find(Role.DECODE, "d1").draining
+    # An operator's engine may register itself too; it stays when it stops.
+    assert not registry.register(Role.DECODE, "d0")
+    assert not registry.deregister(Role.DECODE, "d0")
+    assert registry.find(Role.DECODE, "d0")
+
+
+def test_an_engine_takes_itself_out_and_comes_back_as_a_new_one(registry):
+    registry.register(Role.DECODE, "d1")
+    registry.drain(Role.DECODE, "d1")
+    assert registry.deregister(Role.DECODE, "d1")
+    assert registry.find(Role.DECODE, "d1") is None
+    assert not registry.deregister(Role.DECODE, "d1")
+    assert registry.register(Role.DECODE, "d1")
+    assert not registry.find(Role.DECODE, "d1").draining
+
+
+def test_an_operator_who_takes_an_engine_back_does_not_make_it_his(registry):
+    registry.register(Role.DECODE, "d1")
+    registry.drain(Role.DECODE, "d1")
+    registry.add(Role.DECODE, ["d1"])
+    assert not registry.find(Role.DECODE, "d1").draining
+    assert registry.deregister(Role.DECODE, "d1")
+
+
+@pytest.mark.parametrize("bad", [Check.UNWELL, Check.SILENT])
+def test_an_engine_that_registered_itself_is_forgotten_when_it_is_dead_for_long(registry, clock, caplog, bad):
+    registry.register(Role.DECODE, "d1")
+    mine, operators = registry.find(Role.DECODE, "d1"), registry.find(Role.DECODE, "d0")
+    registry.checked(mine, Check.WELL)
+    for seconds in (FORGET_SECONDS / 2, FORGET_SECONDS / 2):
+        clock.now += seconds
+        for _ in range(2):
+            registry.checked(mine, bad)
+            registry.checked(operators, bad)
+    assert registry.members(Role.DECODE) == [operators, mine]
+    clock.now += 1.0
+    registry.checked(mine, bad)
+    registry.checked(operators, bad)
+    assert registry.members(Role.DECODE) == [operators]
+    assert "decode engine d1 is forgotten: it had registered itself, and gave no sign of life for 121 s" in caplog.text
+    # The answer to a question that was under way does not touch its successor.
+    registry.register(Role.DECODE, "d1")
+    clock.now += FORGET_SECONDS + 1.0
+    registry.checked(mine, bad)
+    assert registry.find(Role.DECODE, "d1")
+
+
+@pytest.mark.parametrize("sign", ["registers", "is found well", "cannot be asked", "is silent once"])
+def test_an_engine_with_a_sign_of_life_is_not_forgotten(registry, clock, sign):
+    registry.register(Role.DECODE, "d1")
+    engine = registry.find(Role.DECODE, "d1")
+    for _ in range(3):
+        clock.now += FORGET_SECONDS + 1.0
+        if sign == "registers":
+            registry.register(Role.DECODE, "d1")
+            registry.checked(engine, Check.UNWELL)
+        elif sign == "is found well":
+            registry.checked(engine, Check.WELL)
+            registry.checked(engine, Check.UNWELL)
+        elif sign == "cannot be asked":
+            registry.checked(engine, Check.NOT_MADE)
+        else:
+            registry.checked(engine, Check.SILENT)
+            registry.checked(engine, Check.WELL)
+    assert registry.find(Role.DECODE, "d1") is engine
