@@ -168,7 +168,9 @@ def _ask(
     """
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    with closing(kind(parts.hostname or "", parts.port, timeout=timeout_seconds)) as connection:
+    # Without a port, the last group of an IPv6 address would be taken for one.
+    port = parts.port or kind.default_port
+    with closing(kind(parts.hostname or "", port, timeout=timeout_seconds)) as connection:
         connection.request(method, parts.path, body, headers or {})
         answer = connection.getresponse()
         return answer.status, answer.read(_MOST_BYTES)

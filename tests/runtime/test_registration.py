@@ -169,6 +169,11 @@ def test_nobody_listens(proxy, log, which):
     assert proxy.asked_so_far() == []
 
 
+def test_an_ipv6_address_needs_no_port(proxy, log):
+    Registrar(proxy.url, "http://[::1]", (Role.DECODE,), lambda: TOKEN, PACE).turn()
+    assert "Name or service not known" not in log.text
+
+
 @pytest.mark.parametrize("said", [b"", b"\x1b[31mnonsense\r\n\r\n"], ids=["nothing", "no HTTP"])
 @pytest.mark.parametrize("which", ["engine", "proxy"])
 def test_somebody_who_speaks_no_http(proxy, log, which, said):
