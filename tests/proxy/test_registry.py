@@ -227,6 +227,8 @@ def test_an_engine_that_registered_itself_is_forgotten_when_it_is_dead_for_long(
 def test_an_engine_with_a_sign_of_life_is_not_forgotten(registry, clock, sign):
     registry.register(Role.DECODE, "d1")
     engine = registry.find(Role.DECODE, "d1")
+    if sign == "cannot be asked":
+        registry.checked(engine, Check.UNWELL)
     for _ in range(3):
         clock.now += FORGET_SECONDS + 1.0
         if sign == "registers":
