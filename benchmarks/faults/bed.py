@@ -10,8 +10,10 @@ from typing import Any
 
 import requests
 
+from benchmarks.accuracy.puzzles import PuzzleMaker
+from benchmarks.accuracy.tasks import WINDOW, vocabulary
 from tests.e2e.pair import TINY_HYBRID
-from tests.faults.bed import ENGINE_ARGUMENTS, NUM_BLOCKS, Bed
+from tests.faults.bed import ENGINE_ARGUMENTS, NUM_BLOCKS, Bed, Question
 from tests.faults.client import LeavingClient, post
 from tests.faults.verdicts import PER_REQUEST, Reply, Verdict, judge
 from tests.stack.engines import (
@@ -45,6 +47,8 @@ HELD_SECONDS = LEASE_SECONDS + 6.0
 RECOVERY_SECONDS = 20.0
 """After this, a pair that moves no KV will not do so without a restart."""
 STEP_SECONDS = 10.0
+ANSWER_TOKENS = 12
+"""A chain of so many look-ups goes through every KV head of every layer once."""
 
 TRANSPORTS: dict[str, dict[str, str]] = {"tcp": {"UCX_TLS": "tcp"}, "cma": {}}
 HOST = "127.0.0.1"
@@ -103,6 +107,13 @@ def counted(connector: Connector, metrics: Mapping[str, float]) -> dict[str, int
     return {name: count for name, count in found.items() if name in PER_REQUEST or name == "lease_expired"}
 
 
+def puzzle_prompt(num_tokens: int, seed: int) -> list[int]:
+    """A prompt that asks for look-ups all over itself, so that an answer from other KV is another text."""
+    maker = PuzzleMaker(vocabulary(), WINDOW, seed * 1_000_003 + num_tokens)
+    puzzle = maker.puzzle(num_tokens, [maker.start("mix")], ANSWER_TOKENS)
+    return [*puzzle.prompt.tolist(), puzzle.chains[0].words[0]]
+
+
 class SidedBed(Bed):
     """The bed of the fault matrix with either connector, driven as a router and an operator would drive it."""
 
@@ -127,6 +138,14 @@ class SidedBed(Bed):
         self.has_greeted = False
         self._level[name] = 0.0
         return super()._start(name)
+
+    def question(self, num_tokens: int = 200, seed: int = 0, max_tokens: int = ANSWER_TOKENS) -> Question:
+        """A puzzle and a single engine's answer. The same arguments give the same puzzle, under another salt."""
+        key, prompt = (num_tokens, seed, max_tokens), puzzle_prompt(num_tokens, seed)
+        if key not in self._oracles:
+            self._oracles[key] = self._ask_single_engine(prompt, max_tokens)
+        self._num_questions += 1
+        return Question(tuple(prompt), f"question {self._num_questions}", max_tokens, self._oracles[key])
 
     def restart_with_same_id(self, name: str) -> None:
         """End an engine and start it anew, under the id and address that it had. Raises StackError."""

@@ -1,6 +1,7 @@
 """Plays one case on a bed, and writes down what came of it."""
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,11 @@ class Answer(msgspec.Struct, frozen=True):
     seconds: float
     off_by: float | None = None
 
+    @property
+    def is_other_text(self) -> bool:
+        """Whether a wrong answer is visibly so, and not only in its log probabilities."""
+        return re.search(r"token \d+ is", self.detail) is not None
+
 
 class Result(msgspec.Struct, kw_only=True):
     """What came of a case with one connector.
@@ -72,7 +78,7 @@ class Bed(Protocol):
     has_greeted: bool
     is_broken: bool
 
-    def question(self, num_tokens: int = ..., seed: int = ..., max_tokens: int = ...) -> Question: ...
+    def question(self, num_tokens: int = ..., seed: int = ...) -> Question: ...
     def hand_off(self, question: Question) -> dict[str, Any]: ...
     def ask(self, body: Mapping[str, Any]) -> Reply: ...
     def ask_prefill(self, prompts: Sequence[Sequence[int]], salt: str) -> Mapping[str, Any]: ...

@@ -1,6 +1,6 @@
 """Results as a reader wants them: one row a case, what it came to with each connector, and the sums."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 
 from benchmarks.faults.bed import (
@@ -14,7 +14,7 @@ from benchmarks.faults.bed import (
     RECOVERY_SECONDS,
     Connector,
 )
-from benchmarks.faults.play import Case, Kind, Result
+from benchmarks.faults.play import Answer, Case, Kind, Result
 from benchmarks.report import Cell, Table
 from tests.faults.verdicts import Verdict
 
@@ -44,8 +44,8 @@ def _answers(result: Result) -> str:
         text = f"{len(answers)} {verdict}"
         if verdict in (Verdict.WRONG, Verdict.HANG):
             text = f"**{text}**"
-        if verdict is Verdict.WRONG and (worst := max(answer.off_by or 0.0 for answer in answers)):
-            text += f" (first token off by up to {worst:.2g})"
+        if verdict is Verdict.WRONG:
+            text += _how_wrong(answers)
         if verdict is Verdict.EXACT:
             text += _how(result, len(answers))
         slowest = max(answer.seconds for answer in answers)
@@ -53,6 +53,12 @@ def _answers(result: Result) -> str:
             text += f", after {slowest:.0f} s"
         parts.append(text)
     return ", ".join(parts)
+
+
+def _how_wrong(answers: Sequence[Answer]) -> str:
+    num_texts = sum(answer.is_other_text for answer in answers)
+    worst = max(answer.off_by or 0.0 for answer in answers)
+    return f" ({num_texts or 'none'} with another text; first token off by up to {worst:.2g})"
 
 
 def _how(result: Result, num_exact: int) -> str:
@@ -148,8 +154,9 @@ NOTES = (
     (
         "Exact: tokens and, where the request ran alone, every listed log probability of the first token are the "
         "single engine's, bit for bit, in one of its two ways to compute the prompt (whole, or the last token apart). "
-        "Wrong: status 200 and another answer. The figure is the largest difference in log probability of the first "
-        "token. Answers in company (n=3, lists of prompts) are judged by their text alone."
+        "Wrong: status 200 and another answer, seen in its text or only in the log probabilities of its first token, "
+        "whose largest difference is given. Answers in company (n=3, lists of prompts) are judged by their text alone. "
+        "The prompts are puzzles whose answers depend on all of their KV."
     ),
     "KV moved: decode received it from prefill. Computed by decode: right, but prefill's work was for nothing.",
     (

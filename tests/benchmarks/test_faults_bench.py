@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 import zmq
 
+from benchmarks.accuracy.tasks import vocabulary
 from benchmarks.faults import bench
-from benchmarks.faults.bed import Connector, SidedBed, counted, engine_settings, named
+from benchmarks.faults.bed import ANSWER_TOKENS, Connector, SidedBed, counted, engine_settings, named, puzzle_prompt
 from benchmarks.faults.cases import CASES, JUNK, NotPlayedError, send_junk, shifted
 from benchmarks.faults.play import Answer, Kind, Result, judged, off_by, only_choice, run_case
 from benchmarks.faults.tables import NOT_PLAYED, cases_table, counters_table, is_bad, told, totals_table
@@ -48,11 +49,9 @@ class FakeBed:
     bodies: list[dict] = field(default_factory=list)
     asked: dict[tuple, Question] = field(default_factory=dict)
 
-    def question(self, num_tokens=200, seed=0, max_tokens=4):
+    def question(self, num_tokens=200, seed=0):
         prompt = (num_tokens, seed)
-        return self.asked.setdefault(
-            prompt, Question(prompt, f"question {len(self.asked)}", max_tokens, oracle_of(max_tokens))
-        )
+        return self.asked.setdefault(prompt, Question(prompt, f"question {len(self.asked)}", 4, oracle_of(4)))
 
     def hand_off(self, question):
         return {
@@ -170,6 +169,13 @@ def test_each_life_may_have_an_id():
     settings = engine_settings(Connector.OURS, "cma", PREFILL_ROLE, "0", 17)
     config = named(settings, "prefill-life-2").kv_transfer_config
     assert config == {**settings.kv_transfer_config, "engine_id": "prefill-life-2"}
+
+
+def test_puzzles_ask_for_all_of_their_kv():
+    prompts = [puzzle_prompt(*which) for which in ((64, 1), (64, 1), (64, 2), (511, 1))]
+    assert [len(prompt) for prompt in prompts] == [64, 64, 64, 511]
+    assert prompts[0] == prompts[1] != prompts[2]
+    assert len(vocabulary().units["mix"]) == ANSWER_TOKENS
 
 
 def test_counters_have_short_names():
@@ -322,7 +328,7 @@ def exact(seconds=0.1):
     return Answer("exact", "", seconds, 0.0)
 
 
-WRONG = Answer("wrong", "another text", 0.1, 0.0234)
+WRONG = Answer("wrong", "choice 0: token 3 is token_id:9, not token_id:8", 0.1, 0.0234)
 HANG = Answer("hang", "no answer within 30 s", 30.0)
 
 
@@ -332,7 +338,14 @@ HANG = Answer("hang", "no answer within 30 s", 30.0)
         (Result(answers=[exact()], num_reads=1), "1 exact (KV moved)"),
         (Result(answers=[exact(5.2)], num_reads=0), "1 exact (computed by decode), after 5 s"),
         (Result(answers=[exact()] * 3, num_reads=1), "3 exact (KV moved for 1)"),
-        (Result(answers=[WRONG, exact(), WRONG], num_reads=3), "1 exact, **2 wrong** (first token off by up to 0.023)"),
+        (
+            Result(answers=[WRONG, exact(), Answer("wrong", "differ by 0.03", 0.1, 0.03)], num_reads=3),
+            "1 exact, **2 wrong** (1 with another text; first token off by up to 0.03)",
+        ),
+        (
+            Result(answers=[Answer("wrong", "differ by 0.03", 0.1, 0.03)]),
+            "**1 wrong** (none with another text; first token off by up to 0.03)",
+        ),
         (Result(answers=[HANG], held={"decode": 32}), "**1 hang**; **decode held 32 blocks for good**"),
         (Result(answers=[Answer("error", "500", 0.1)], deaths=["decode"]), "1 error; **decode died**"),
         (Result(facts=["prefill held the blocks for 6.0 s"]), "prefill held the blocks for 6.0 s"),
