@@ -218,6 +218,19 @@ def test_stop_strings(pair: Pair, proxy: ServerProcess, case: Case) -> None:
         assert f"'stop_reason': '{stop}'" in repr(answer)
 
 
+@pytest.mark.parametrize("api", PLAIN)
+def test_transfer_params_of_a_client_go_nowhere(pair: Pair, proxy: ServerProcess, api: str) -> None:
+    """With them, decode would read from wherever the client says, and find nothing."""
+    params = {"do_remote_prefill": True, "remote_host": "192.0.2.1", "remote_port": 1, "remote_engine_id": "x"}
+    case = PLAIN[api]
+    hostile = Case(api, case.fields, {**case.extra, "kv_transfer_params": params})
+
+    def ask(url: str, case: Case, salt: str, stream: bool) -> Any:
+        return by_curl(url, hostile if url == proxy.url else case, salt, stream)
+
+    assert_equal(pair, proxy, case, ask, f"hostile {api}", False)
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
 def test_a_refusal_is_the_engines_own(pair: Pair, proxy: ServerProcess, path: str) -> None:
     body = {"model": "nobody", "max_tokens": 4, "prompt": "a", "input": "a"}

@@ -165,6 +165,19 @@ def test_the_configuration_file_is_followed(pair: Pair, tmp_path: Path) -> None:
         assert_exact(pair, proxy, "still")
 
 
+def test_decode_alone_is_an_explicit_choice(pair: Pair) -> None:
+    """A prefill engine that nobody has started; without the option, that is a 503."""
+    nobody = f"http://127.0.0.1:{free_port()}"
+    for choice, status in (("none", 503), ("decode-only", 200)):
+        more = ("--prefill", nobody, "--fallback", choice)
+        with proxy_of([], [pair.decode], pair.logs, *more, name=f"proxy-{choice}") as proxy:
+            proxy.wait_ready(seconds=30)
+            assert status_of_a_request(proxy) == status
+            assert proxy.metrics()["pd_proxy_decode_only_fallbacks_total"] == (status == 200)
+            assert [told["prompts"][0]["mode"] == "fallback" for told in records(proxy)] == [status == 200]
+            assert ("because of --fallback" in proxy.log_path.read_text()) == (status == 200)
+
+
 # What is told
 
 
