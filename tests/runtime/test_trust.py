@@ -1,6 +1,7 @@
 """Who gets a descriptor, over real sockets and from real key files: listed engines, and nobody else."""
 
 import logging
+import resource
 import socket
 import time
 from contextlib import ExitStack, suppress
@@ -21,7 +22,7 @@ pytest.importorskip("zmq")
 
 from pd_transfer.cli.main import main
 from pd_transfer.sidechannel.curve import new_client_keys, read_keys, write_keys
-from pd_transfer.sidechannel.dealers import MAX_PEERS
+from pd_transfer.sidechannel.dealers import num_places
 from pd_transfer.vllm.parts import real_parts
 
 LOCAL = "127.0.0.1"
@@ -183,8 +184,16 @@ def is_hung_up(connection, seconds):
     return True
 
 
+@pytest.fixture
+def usual_file_limit():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    yield 1024
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 @pytest.mark.parametrize("is_configured", [True, False])
-def test_addresses_that_clients_name_do_not_push_out_a_configured_peer(is_configured):
+def test_addresses_that_clients_name_do_not_push_out_a_configured_peer(is_configured, usual_file_limit):
     """Not even one that has not answered yet; any other, the control, gives up its place."""
     with ExitStack() as stack:
         named = stack.enter_context(socket.create_server((LOCAL, 0)))
@@ -195,7 +204,7 @@ def test_addresses_that_clients_name_do_not_push_out_a_configured_peer(is_config
         stack.callback(asker.close)
         asker.send_request(address, HELLO)
         peer = stack.enter_context(named.accept()[0])
-        for number in range(MAX_PEERS):
+        for number in range(num_places(usual_file_limit)):
             asker.send_request(Address(f"127.0.1.{number + 1}", address.port), HELLO)
         asker.send_request(Address(*last.getsockname()), HELLO)
         stack.enter_context(last.accept()[0])
