@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 BENCHMARKS = {
     "plan": ("benchmarks.plan.bench", "bytes, descriptors and planning time for the geometries of real models"),
-    "transfer": ("benchmarks.transfer.bench", "pulls over real NIXL against one large READ, memcpy and the built-in one"),
+    "transfer": ("benchmarks.transfer.bench", "pulls over real NIXL against one large READ, memcpy and built-in"),
+    "handoff": ("benchmarks.handoff.bench", "from prefill's answer to decode's first token, beside the built-in one"),
+    "serve": ("benchmarks.serve.bench", "vllm bench serve: a single engine, the built-in connector, ours"),
     "idle": ("benchmarks.idle_cost", "CPU of an idle pair of engines, and with 100 leases waiting"),
     "proxy": ("benchmarks.proxy.bench", "CPU, time and memory of the proxy, next to other proxies, with mock engines"),
     "scale": ("benchmarks.scale.bench", "1,000 x 1,000 engines, simulated from unit costs that are measured here"),
