@@ -71,6 +71,10 @@ class Result(msgspec.Struct, kw_only=True):
         return sum(answer.verdict == verdict for answer in self.answers)
 
 
+Counts = Mapping[str, tuple[int, dict[str, int], int]]
+"""By engine: its life, what it has counted, and how many times it has received KV."""
+
+
 class Bed(Protocol):
     """What a case may do to a pair of engines; ``SidedBed`` does it to real ones."""
 
@@ -91,7 +95,7 @@ class Bed(Protocol):
     def restart_with_same_id(self, name: str) -> None: ...
     def heal(self, except_for: Sequence[str] = ...) -> None: ...
     def dead(self, patience_seconds: float = ...) -> list[str]: ...
-    def counts(self) -> dict[str, tuple[int, dict[str, int], int]]: ...
+    def counts(self) -> Counts: ...
     def wait_free(self, name: str, seconds: float = ...) -> tuple[float, int]: ...
     def still_held(self) -> dict[str, int]: ...
     def why_no_recovery(self) -> str: ...
@@ -107,6 +111,7 @@ class Play:
     def __init__(self, bed: Bed, result: Result) -> None:
         self.bed = bed
         self.result = result
+        self.before = bed.counts()
 
     def ask(self, question: Question, params: Mapping[str, Any]) -> Answer:
         """One question to decode, alone."""
@@ -125,11 +130,12 @@ class Play:
             self.result.answers.append(judged(only_choice(reply, choice), oracle, seconds, alone=False))
 
     def works(self, question: Question, params: Mapping[str, Any]) -> None:
-        """A hand-off that the case builds on. Raises NotPlayedError when it is not exact."""
+        """A hand-off that the case builds on and that is not counted. Raises NotPlayedError when it is not exact."""
         reply = self.bed.ask(question.body(params))
         judgement = judge(reply, question.oracle)
         if judgement.verdict is not Verdict.EXACT:
             raise NotPlayedError(f"the hand-off before the fault: {judgement.verdict}: {judgement.detail}")
+        self.before = self.bed.counts()
 
     def is_released(self, name: str) -> float:
         """Wait until an engine has freed its blocks; the seconds. Raises NotPlayedError when it does not."""
@@ -194,14 +200,15 @@ def run_case(bed: Bed, case: Case) -> Result:
     bed.heal(case.restarts)
     if case.needs_new_pair and bed.has_greeted:
         bed.restart("prefill")
-    result, before, began = Result(), bed.counts(), time.monotonic()
+    result, began = Result(), time.monotonic()
+    play = Play(bed, result)
     try:
-        case.act(Play(bed, result))
+        case.act(play)
     except (NotPlayedError, StackError, ValueError, requests.RequestException) as error:
         result.problem = repr(error)
     result.deaths = [name for name in bed.dead(case.patience_seconds) if name not in case.ends]
     result.held = bed.still_held()
-    _count(result, before, bed.counts())
+    _count(result, play.before, bed.counts())
     if not result.deaths and not case.ends:
         result.aftermath = bed.why_no_recovery()
         if late := bed.dead():
@@ -209,9 +216,6 @@ def run_case(bed: Bed, case: Case) -> Result:
     bed.is_broken = bool(result.aftermath)
     result.seconds = round(time.monotonic() - began, 1)
     return result
-
-
-Counts = Mapping[str, tuple[int, dict[str, int], int]]
 
 
 def _count(result: Result, before: Counts, after: Counts) -> None:

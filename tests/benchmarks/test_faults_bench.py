@@ -223,6 +223,11 @@ def test_a_case_that_builds_on_a_hand_off_needs_it():
     assert result.answers == []
 
 
+def test_what_a_case_builds_on_is_not_counted():
+    result = run_case(FakeBed(), CASES["asked_again"])
+    assert (result.num_reads, len(result.answers)) == (1, 1)
+
+
 def test_too_late_is_after_the_lease():
     result = run_case(FakeBed(num_held=9), CASES["too_late"])
     assert "still holds 9 blocks" in result.problem
