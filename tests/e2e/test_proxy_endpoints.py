@@ -116,7 +116,8 @@ def pair(random_models: Mapping[str, Path], tmp_path_factory: pytest.TempPathFac
     template.write_text("{% if tools %}tools: {{ tools | tojson }}\n{% endif %}" + CHAT_TEMPLATE)
     arguments = ["--block-size", "32", "--chat-template", str(template)]
     arguments += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    arguments += ["--structured-outputs-config", '{"disable_any_whitespace": true}']
+    # A random model would fill its JSON with white space.
+    arguments += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
     with running_pair("proxy-endpoints", *same_settings(random_models["hybrid"], *arguments)) as running:
         yield running
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import requests
 
-from tests.e2e.pair import TINY_HYBRID, TOKENS_VERIFIED, gain
+from tests.e2e.pair import TINY_HYBRID, TOKENS_VERIFIED, Pair, assert_nothing_held, gain
 from tests.e2e.proxy_stack import running_proxy, standing, until
 from tests.stack.engines import (
     DECODE_ROLE,
@@ -182,5 +182,7 @@ def test_a_decode_engine_is_killed_under_load(fleet: Fleet) -> None:
     assert all(told.stream and told.first_byte is not None for told in seen if told.told_of_the_loss)
 
 
-def test_the_rest_of_the_fleet_answers_exactly(fleet: Fleet) -> None:
+def test_the_rest_of_the_fleet_answers_exactly_and_holds_nothing(fleet: Fleet) -> None:
     assert_exact(fleet, fleet.prefills[1], fleet.decodes[1], "afterwards")
+    # What the decode engine that was killed had borrowed ends with its leases.
+    assert_nothing_held(Pair(fleet.prefills[1], fleet.decodes[1], fleet.proxy.log_path.parent))
