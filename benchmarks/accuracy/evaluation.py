@@ -39,7 +39,14 @@ class Evaluator:
         self._tasks = TaskManager(include_path=str(FOLDER))
 
     def run(self, url: str, task: str, concurrency: int, limit: int | None = None) -> TaskRun:
-        """Ask a server for every document of a task. The server calls its model ``model``."""
+        """Ask a server for every document of a task. The server calls its model ``model``.
+
+        Given texts are asked about one by one, whatever ``concurrency`` is: a text's log probability depends on what is
+        computed beside it, which is a matter of time.
+        """
+        chosen = list(self._tasks.load([task])["tasks"].values())
+        if any(each.OUTPUT_TYPE != GENERATION for each in chosen):
+            concurrency = 1
         arguments = {
             "model": "model",
             "base_url": url + "/v1/completions",
@@ -54,7 +61,7 @@ class Evaluator:
             found = lm_eval.simple_evaluate(
                 "local-completions",
                 arguments,
-                tasks=[task],
+                tasks=chosen,
                 limit=limit,
                 task_manager=self._tasks,
                 log_samples=True,

@@ -8,7 +8,7 @@ Answer = str | tuple[float, bool]
 """A generated text; or the log probability of a given text, and whether every token of it was the likeliest."""
 
 LOGPROB_TOLERANCE = 0.05
-"""Of a whole text: with other requests in the batch, a CPU rounds a prompt's bf16 products differently."""
+"""Of a whole text: where its prompt is cut otherwise (``--one-single-engine``), a CPU rounds bf16 differently."""
 CONTROL_LIMIT = 0.6
 """The accuracy that a damaged group must not reach on the tasks that need it."""
 MAX_FAULTS = 3
