@@ -137,9 +137,10 @@ class Stack:
         self.proxy = proxy
 
     def wait_ready(self) -> None:
-        """Wait for all servers. Raises StackError."""
-        for server in (*self.prefill, *self.decode, self.proxy):
-            server.wait_ready()
+        """Wait for all servers, and for the proxy to have seen its engines. Raises StackError."""
+        for engine in (*self.prefill, *self.decode):
+            engine.wait_ready()
+        self.proxy.wait_ready("/ready")
 
     def counters(self) -> Moved:
         """The decode engines' counters, added up."""
