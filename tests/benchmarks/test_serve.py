@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from itertools import pairwise
 
 import pytest
 
@@ -52,7 +53,7 @@ def test_vllm_reads_all_conversations(tmp_path):
 
 def test_the_clients_command(tmp_path):
     command = client_command("http://proxy:1", tmp_path / "c.json", 100, 10, tmp_path / "out" / "r.json")
-    given = dict(zip(command, command[1:], strict=False))
+    given = dict(pairwise(command))
     assert given["--base-url"] == "http://proxy:1"
     assert (given["--num-prompts"], given["--max-concurrency"]) == ("100", "10")
     assert (given["--result-dir"], given["--result-filename"]) == (str(tmp_path / "out"), "r.json")
