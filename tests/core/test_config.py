@@ -120,7 +120,7 @@ def test_an_engine_registers_at_several_proxies():
         ({"register_token_file": ""}, "register_at is set and register_token_file is not: set it to a file with the"),
         ({"register_at": []}, "register_as is set and register_at names no proxy: set register_at, or remove"),
         ({"register_at": [], "register_as": ""}, "register_token_file is set and register_at names no proxy"),
-        ({"register_at": "http://proxy:8000"}, "kv_connector_extra_config: Expected `array`, got `str` - at `$.regist"),
+        ({"register_at": "http://proxy:8000"}, "kv_connector_extra_config: Expected `array`, got `str`"),
         ({"register_at": ["http://p:1"] * 2}, "register_at names http://p:1 twice"),
         ({"register_at": ["http://p:1", "p:1"]}, "register_at has 'p:1', which is not an address of HTTP; write 'http"),
         ({"register_as": "http://e:8100/v1/"}, "register_as has 'http://e:8100/v1/', which ends in /v1; write 'http"),
