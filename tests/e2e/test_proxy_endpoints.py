@@ -58,7 +58,7 @@ def response(**more: Any) -> Case:
 
 def message(**more: Any) -> Case:
     messages = [{"role": "user", "content": TEXT}]
-    return Case("messages", {"messages": messages, "max_tokens": NUM_TOKENS}, {"temperature": 0, **more})
+    return Case("messages", {"messages": messages, "max_tokens": NUM_TOKENS, **more}, {"temperature": 0})
 
 
 def generate(**more: Any) -> Case:
@@ -78,7 +78,7 @@ CASES = PLAIN | {
     "completion of token ids": completion(random_prompt(200, seed=61, num_words=250)),
     "completion with logprobs": completion(logprobs=5),
     "completion, two samples": completion(num_samples=2, **SAMPLED),
-    "completions of a list": completion([TEXT + "One.", TEXT + "Two, and longer."], num_prompts=2),
+    "completions of a list": completion(["One. " + TEXT, "Two, and longer. " + TEXT], num_prompts=2),
     "completion with echo": completion(num_prompts=0, echo=True, logprobs=1),
     "chat with logprobs": chat(logprobs=True, top_logprobs=5),
     "chat, two samples": chat(num_samples=2, **SAMPLED),
@@ -86,21 +86,25 @@ CASES = PLAIN | {
         max_tokens=60, response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
     ),
     "chat with a tool": chat(
-        max_tokens=60,
+        max_tokens=110,
         tools=[{"type": "function", "function": TOOL}],
         tool_choice={"type": "function", "function": {"name": "weather"}},
     ),
     "chat that must use a tool": chat(
-        max_tokens=120, tools=[{"type": "function", "function": TOOL}], tool_choice="required"
+        max_tokens=30, tools=[{"type": "function", "function": TOOL}], tool_choice="required"
     ),
     "response with logprobs": response(include=["message.output_text.logprobs"], top_logprobs=3),
     "response with a JSON schema": response(
         max_output_tokens=60, text={"format": {"type": "json_schema", "name": "city", "schema": CITY}}
     ),
-    "message with a system prompt": message(system="Answer in one word."),
+    "message with a system prompt and a tool": message(
+        system="Answer in one word.",
+        tools=[{"name": "weather", "input_schema": CITY}],
+        tool_choice={"type": "tool", "name": "weather"},
+    ),
     "tokens with logprobs": generate(logprobs=5),
 }
-JSON_CASES = ("chat with a JSON schema", "chat with a tool", "chat that must use a tool", "response with a JSON schema")
+JSON_CASES = ("chat with a JSON schema", "chat with a tool", "response with a JSON schema")
 PATHS = {
     "completions": "/v1/completions",
     "chat": "/v1/chat/completions",
@@ -114,7 +118,7 @@ PATHS = {
 def pair(random_models: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     template = tmp_path_factory.mktemp("template") / "tools.jinja"
     template.write_text("{% if tools %}tools: {{ tools | tojson }}\n{% endif %}" + CHAT_TEMPLATE)
-    arguments = ["--block-size", "32", "--chat-template", str(template)]
+    arguments = ["--block-size", "32", "--enable-scale-out", "--chat-template", str(template)]
     arguments += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     # A random model would fill its JSON with white space.
     arguments += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
@@ -238,7 +242,7 @@ def test_a_refusal_is_the_engines_own(pair: Pair, proxy: ServerProcess, path: st
     body["messages"] = [{"role": "user", "content": "a"}]
     told = curl(proxy.url + path, body)
     assert told == curl(pair.decode.url + path, body)
-    assert told[0] == 404
+    assert 400 <= told[0] < 500
 
 
 def test_official_clients_understand_refusals(proxy: ServerProcess) -> None:
