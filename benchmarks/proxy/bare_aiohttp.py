@@ -37,6 +37,9 @@ def application(prefill_url: str, decode_url: str) -> web.Application:
             skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
         )
 
+    async def ended(_app: web.Application) -> None:
+        await session.close()
+
     async def health(_request: web.Request) -> web.Response:
         return web.Response(text="{}")
 
@@ -55,6 +58,7 @@ def application(prefill_url: str, decode_url: str) -> web.Application:
             return response
 
     app.on_startup.append(started)
+    app.on_cleanup.append(ended)
     app.router.add_get("/health", health)
     app.router.add_post(_PATH, chat)
     return app

@@ -47,6 +47,11 @@ class Engine:
             return self._idle.pop()
         return await connect(*self._address, Streaming)
 
+    def close(self) -> None:
+        """Hang up."""
+        for connection in self._idle:
+            connection.close()
+
     def give_back(self, connection: Streaming) -> None:
         """The request is answered."""
         connection.client = None
@@ -69,6 +74,11 @@ class Proxy:
         task = asyncio.get_running_loop().create_task(self._relay(transport, _decode(body)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        """Hang up on both engines."""
+        self._prefill.close()
+        self._decode.close()
 
     async def _relay(self, transport: asyncio.Transport, body: dict[str, msgspec.Raw]) -> None:
         first = {**body, "kv_transfer_params": HANDOFF_REQUEST, "stream": _FALSE, "max_tokens": _ONE}

@@ -93,6 +93,7 @@ class Client:
         params = msgspec.Raw(HANDOFF)
         self._second_leg = post(PATH, chat_body(load.body_bytes, load.events, kv_transfer_params=params))
         self._measured = Measured(0.0, 0.0, 0, 0, 0, [])
+        self._connections: list[Asking] = []
 
     async def run(self) -> Measured:
         """Warm up, then measure."""
@@ -105,14 +106,16 @@ class Client:
         await asyncio.gather(*(self._ask(asker, begin + self._load.seconds) for asker in askers))
         measured.seconds = time.perf_counter() - begin
         measured.cpu_seconds = cpu_seconds(self._load.pid) - cpu
+        for connection in self._connections:
+            connection.close()
         return measured
 
     async def _asker(self) -> Callable[[], Awaitable[Answer]]:
         """A function that sends one request over connections of its own."""
-        first = await _connect(self._load.url)
+        first = await self._connect(self._load.url)
         if not self._load.decode_url:
             return lambda: first.ask(self._request)
-        second = await _connect(self._load.decode_url)
+        second = await self._connect(self._load.decode_url)
 
         async def both() -> Answer:
             await first.ask(self._first_leg)
@@ -134,10 +137,10 @@ class Client:
             if time.perf_counter() >= deadline:
                 return
 
-
-async def _connect(url: str) -> Asking:
-    address = urlsplit(url)
-    return await connect(address.hostname or "", address.port or 0, Asking)
+    async def _connect(self, url: str) -> Asking:
+        address = urlsplit(url)
+        self._connections.append(await connect(address.hostname or "", address.port or 0, Asking))
+        return self._connections[-1]
 
 
 def main() -> None:

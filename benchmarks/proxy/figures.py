@@ -18,7 +18,7 @@ LOADS: Mapping[str, Load] = {
     ONE: Load("", seconds=1.0),
     MANY: Load("", connections=32, seconds=2.0),
     STREAM: Load("", seconds=1.0, events=1),
-    EVENTS: Load("", connections=8, events=NUM_EVENTS),
+    EVENTS: Load("", connections=24, events=NUM_EVENTS),
     LARGE: Load("", seconds=1.5, body_bytes=1 << 20),
 }
 WITH_DIRECT = frozenset({ONE, STREAM, LARGE})

@@ -6,6 +6,7 @@
 import argparse
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import fastapi
 import httpx
@@ -24,11 +25,18 @@ HANDOFF_REQUEST = {
 
 def application(prefill_url: str, decode_url: str) -> fastapi.FastAPI:
     """The proxy."""
-    app = fastapi.FastAPI()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     prefill, decode = (
         httpx.AsyncClient(timeout=None, base_url=url + "/v1", limits=limits) for url in (prefill_url, decode_url)
     )
+
+    @asynccontextmanager
+    async def lifespan(_app: fastapi.FastAPI) -> AsyncIterator[None]:
+        yield
+        await prefill.aclose()
+        await decode.aclose()
+
+    app = fastapi.FastAPI(lifespan=lifespan)
 
     @app.get("/health")
     async def health() -> dict[str, str]:

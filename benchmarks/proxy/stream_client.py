@@ -6,6 +6,7 @@ what became of the streams.
 
 import asyncio
 import sys
+from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
 import msgspec
@@ -58,10 +59,12 @@ class _Opening(Asking):
 class StreamClient:
     """All the streams."""
 
-    def __init__(self, crowd: Crowd) -> None:
+    def __init__(self, crowd: Crowd, reached: Callable[[int], Awaitable[object]]) -> None:
+        """``reached`` is awaited at each level."""
         address = urlsplit(crowd.url)
         self._address = address.hostname or "", address.port or 0
         self._crowd = crowd
+        self._reached = reached
         self._request = post(PATH, chat_body(900, crowd.events))
         self._want = streamed(crowd.events)
         self._ended = Ended()
@@ -76,8 +79,7 @@ class StreamClient:
             self._streams += [asyncio.create_task(self._stream(opened)) for opened in opening]
             for opened in opening:
                 await opened.wait()
-            print(level, flush=True)
-            await asyncio.to_thread(sys.stdin.readline)
+            await self._reached(level)
         await asyncio.gather(*self._streams)
         return self._ended
 
@@ -116,7 +118,12 @@ def main() -> None:
 
 
 async def _run(crowd: Crowd) -> Ended:
-    return await StreamClient(crowd).run()
+    return await StreamClient(crowd, _tell).run()
+
+
+async def _tell(level: int) -> None:
+    print(level, flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
 
 
 if __name__ == "__main__":
