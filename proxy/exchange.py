@@ -149,6 +149,9 @@ class Exchange:
         except asyncio.CancelledError:
             self._releases.start_after(request.headers, prefill)
             raise
+        finally:
+            # The task holds its exception, whose traceback holds this frame: a cycle, with the request's body in it.
+            del prefill
 
     async def _prefill(self, request: EngineRequest) -> msgspec.Raw | None:
         attempts = Attempts()
