@@ -103,14 +103,18 @@ class Reply:
         if self._head:
             chunk, self._head = self._head, b""
             return chunk
+        content = self._response.content
+        # asyncio.timeout() would cost more than the reading.
+        limit = asyncio.get_running_loop().call_later(self._idle_seconds, content.set_exception, TimeoutError())
         try:
             with _failures():
-                async with asyncio.timeout(self._idle_seconds):
-                    return await self._response.content.readany()
+                return await content.readany()
         except EngineFailedError as failure:
             if self._tell is not None:
                 self._tell(failure)
             raise
+        finally:
+            limit.cancel()
 
     async def read(self) -> bytes:
         """The whole body. Raises like ``next_chunk``."""

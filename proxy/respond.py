@@ -45,10 +45,11 @@ async def relay_reply(request: web.Request, reply: Reply, dialect: Dialect) -> w
     """
     try:
         response = await _start(request, reply)
+        is_event_stream = reply.is_event_stream
         last = b"\n\n"
         try:
             while chunk := await reply.next_chunk():
-                if reply.is_event_stream and (error := error_event(chunk)) is not None:
+                if is_event_stream and (error := error_event(chunk)) is not None:
                     request[RECORD_KEY].broke(ERROR_EVENT, error.decode(errors="replace"))
                 await response.write(chunk)
                 last = chunk
@@ -56,7 +57,7 @@ async def relay_reply(request: web.Request, reply: Reply, dialect: Dialect) -> w
         except EngineFailedError as failure:
             request[RECORD_KEY].broke(BROKEN_STREAM, str(failure))
             response.force_close()
-            if reply.is_event_stream:
+            if is_event_stream:
                 told = failure.as_proxy_error()
                 blank_line = b"" if last.endswith(_BLANK_LINES) else b"\n\n"
                 await response.write(blank_line + dialect.end_of_stream(told.status, str(told), last))
