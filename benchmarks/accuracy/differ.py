@@ -132,6 +132,25 @@ def block_size_of(configuration: Configuration) -> int:
     return int(configuration.arguments[configuration.arguments.index("--block-size") + 1])
 
 
+def explain_differences(
+    differences: Path, model: Path, engine_arguments: Sequence[str], logs: Path, console: Console
+) -> int:
+    """Explain what a sweep has written to a file; the exit status is 1 if blocks differ. Raises StackError."""
+    content = json.loads(differences.read_text())
+    configuration = CONFIGURATIONS[content["configuration"]]
+    prompts = [entry["prompt"] for entry in content["prompts"]]
+    differ = Differ(Machine(model, logs, tuple(engine_arguments)), configuration, prompts[:NUM_PROMPTS])
+    return explain(differ, {}, block_size_of(configuration), console)
+
+
+def explain_control(name: str, model: Path, engine_arguments: Sequence[str], logs: Path, console: Console) -> int:
+    """Show that the differ finds the damage of a positive control. As ``explain_differences``."""
+    control, base = CONTROLS[name], CONFIGURATIONS["base"]
+    prompts = [document["prompt"] for document in documents(control.needed_by[0].removeprefix("pd_"))]
+    differ = Differ(Machine(model, logs, tuple(engine_arguments)), base, prompts[:NUM_PROMPTS])
+    return explain(differ, damage_variables(control), block_size_of(base), console)
+
+
 def main() -> int:
     """Explain what a sweep found, or a control."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -142,19 +161,13 @@ def main() -> int:
     options = parser.parse_args()
     if (options.differences is None) == (options.control is None):
         parser.error("name either a file of differences or a control")
-    if options.control is not None:
-        control = CONTROLS[options.control]
-        name, watch = "base", damage_variables(control)
-        prompts = [document["prompt"] for document in documents(control.needed_by[0].removeprefix("pd_"))]
-    else:
-        content = json.loads(options.differences.read_text())
-        name, watch, prompts = content["configuration"], {}, [entry["prompt"] for entry in content["prompts"]]
     console = Console(width=None if sys.stdout.isatty() else 150)
     shutil.rmtree(LOGS, ignore_errors=True)
-    machine = Machine(options.model.resolve(), LOGS, tuple(options.engine_argument))
-    differ = Differ(machine, CONFIGURATIONS[name], prompts[:NUM_PROMPTS])
+    common = options.model.resolve(), options.engine_argument, LOGS, console
     try:
-        return explain(differ, watch, block_size_of(CONFIGURATIONS[name]), console)
+        if options.control is not None:
+            return explain_control(options.control, *common)
+        return explain_differences(options.differences, *common)
     except StackError as error:
         console.print(f"[red]{error}[/red]", highlight=False)
         return 2

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import requests
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
@@ -30,6 +31,7 @@ from benchmarks.accuracy.configurations import (
     running_single,
     running_stack,
 )
+from benchmarks.accuracy.differ import explain_differences
 from benchmarks.accuracy.verdict import TaskRun, Verdict, judge, judge_control, largest_logprob_difference
 from tests.stack.engines import REPOSITORY, StackError
 
@@ -241,6 +243,16 @@ def run_controls(sweep: Sweep, names: Sequence[str], console: Console) -> list[s
     return faults
 
 
+def explain_all(options: Options, console: Console) -> None:
+    """For each configuration with other answers, name the blocks whose KV differs from the single engine's."""
+    for path in sorted(options.logs.glob(f"*/{DIFFERENCES}")):
+        console.print(f"{path.parent.name}: which blocks differ (again: python -m benchmarks.accuracy.differ {path})")
+        try:
+            explain_differences(path, options.model, options.engine_arguments, path.parent / "differ", console)
+        except (StackError, requests.RequestException) as error:
+            console.print(f"the differ cannot tell: {error}", style="red", highlight=False, markup=False)
+
+
 def list_configurations(console: Console) -> None:
     """Print all names with what they are."""
     for name, configuration in CONFIGURATIONS.items():
@@ -311,6 +323,7 @@ def main() -> int:
                 faults += run_all(sweep, names, console)
             if controls:
                 faults += run_controls(sweep, controls, console)
+            explain_all(options, console)
     except StackError as error:
         faults.append(str(error))
     except KeyboardInterrupt:
@@ -318,8 +331,6 @@ def main() -> int:
         return 130
     for fault in faults:
         console.print(fault, style="red", highlight=False, markup=False)
-    for path in sorted(options.logs.glob(f"*/{DIFFERENCES}")):
-        console.print(f"To see which blocks differ: .venv/bin/python -m benchmarks.accuracy.differ {path}")
     console.print(
         "INVALID" if faults else "Every answer is the single engine's; every token was loaded as it had to be."
     )
