@@ -20,6 +20,9 @@ VOLATILE = frozenset(
 )
 """What differs between two answers to one request: names, times, and numbers of events, which may be merged."""
 
+OWN_CACHE = frozenset({"cache_write_tokens"})
+"""What the engine that answers has computed and cached itself: for decode, next to nothing."""
+
 
 def proxy_of(
     prefills: Sequence[ServerProcess], decodes: Sequence[ServerProcess], logs: Path, *more: str, name: str = "proxy"
@@ -84,7 +87,7 @@ def events_of(stream: bytes) -> list[dict[str, Any]]:
 def scrubbed(value: Any) -> Any:
     """An answer without what differs each time."""
     if isinstance(value, Mapping):
-        return {name: scrubbed(inner) for name, inner in value.items() if name not in VOLATILE}
+        return {name: scrubbed(inner) for name, inner in value.items() if name not in VOLATILE | OWN_CACHE}
     return [scrubbed(inner) for inner in value] if isinstance(value, list) else value
 
 
