@@ -39,6 +39,11 @@ def earlier(folder: Path, transport: str) -> Book:
         return {}
 
 
+def missing(cases: Sequence[Case], results: Mapping[str, Result]) -> list[Case]:
+    """The cases that have not been played, or in vain."""
+    return [case for case in cases if case.name not in results or results[case.name].problem]
+
+
 def made(arguments: Sequence[str], book: Mapping[Connector, Mapping[str, Result]], transport: str) -> Report:
     """The report of all that is known."""
     found = {
@@ -97,8 +102,7 @@ def main(arguments: Sequence[str]) -> int:
     connectors = [options.connector] if options.connector else list(Connector)
     try:
         for connector in connectors:
-            played = book.get(connector, {}) if options.missing else {}
-            left = [case for case in cases if case.name not in played]
+            left = missing(cases, book.get(connector, {})) if options.missing else cases
             if left:
                 play(console, connector, options.transport, left, store)
     except StackError as error:

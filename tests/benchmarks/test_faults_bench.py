@@ -1,6 +1,8 @@
 """The comparison of faults, without engines: cases on a bed in name only, verdicts, tables, what is kept of a run."""
 
 import contextlib
+import queue
+import threading
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -271,6 +273,23 @@ def test_junk_comes_before_decode_has_met_prefill(has_greeted, num_restarts, sid
     assert [listener.recv_multipart()[1:] for _ in JUNK] == list(JUNK)
 
 
+def test_junk_that_closes_the_port():
+    """The built-in connector's listener takes one message and is gone."""
+
+    def listen(context, address):
+        with context.socket(zmq.ROUTER) as listener:
+            address.put(listener.bind_to_random_port("tcp://127.0.0.1"))
+            listener.recv_multipart()
+
+    with zmq.Context() as context:
+        address = queue.Queue()
+        thread = threading.Thread(target=listen, args=(context, address))
+        thread.start()
+        num_taken = send_junk(("127.0.0.1", address.get(timeout=10)), patience_seconds=0.5)
+        thread.join(10)
+    assert num_taken == 1
+
+
 def test_junk_that_nobody_takes():
     with zmq.Context() as context, context.socket(zmq.ROUTER) as listener:
         port = listener.bind_to_random_port("tcp://127.0.0.1")
@@ -435,6 +454,14 @@ def test_nothing_is_played_again_that_is_not_missing(tmp_path, capsys):
     assert bench.main(["--only", "silence", "--missing", "--out", str(tmp_path)]) == 0
     assert "starting" not in capsys.readouterr().out
     assert bench.earlier(tmp_path, "tcp") == book
+
+
+def test_what_was_played_in_vain_is_missing():
+    results = {"silence": Result(), "plain": Result(problem="no engine")}
+    assert [case.name for case in bench.missing(bench.chosen(["silence", "plain", "bare"]), results)] == [
+        "plain",
+        "bare_params",
+    ]
 
 
 def test_the_command_lists_its_cases(capsys):
