@@ -1,8 +1,8 @@
 """``scripts/bench proxy --streams N``: N clients that read a stream at the same time, in one proxy process.
 
-Loopback, mock engines, an event every three seconds on each stream. A stream needs two files in the proxy, so that the
-hard limit of open files (``ulimit -Hn``) decides how many it can have; no more than fit are opened, and the report says
-so. Each stream is a connection of its own, and every byte of it is compared.
+Loopback, mock engines, two waves, an event every three seconds on each stream. A stream needs two files in the proxy,
+so that the hard limit of open files (``ulimit -Hn``) decides how many it can have; no more than fit are opened, and the
+report says so. Each stream is a connection of its own, and every byte of it is compared.
 """
 
 import resource
