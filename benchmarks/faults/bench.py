@@ -53,7 +53,8 @@ def made(arguments: Sequence[str], book: Mapping[Connector, Mapping[str, Result]
     cases = list(CASES.values())
     return new_report(
         NAME,
-        arguments,
+        # Repeated as a whole: what was missing once is missing no more.
+        [argument for argument in arguments if argument != "--missing"],
         [tables.cases_table(cases, found), tables.totals_table(found), tables.counters_table(cases, found)],
         tables.NOTES,
         tables.assumptions(transport),
@@ -111,5 +112,7 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         console.print("Stopped; what was played is stored.")
         return 130
-    show(made(arguments, book, options.transport), console)
+    report = made(arguments, book, options.transport)
+    show(report, console)
+    console.print(f"written: {', '.join(map(str, write(report, options.out)))}")
     return int(any(book[connector][case.name].problem for connector in connectors for case in cases))
