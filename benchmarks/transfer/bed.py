@@ -22,7 +22,7 @@ from tests.contracts.transport_serving_process import ServingProcess
 
 PEER = PeerKey("peer")
 WORD_SLOT = 0
-_FILL = 7
+_FILL = 1
 
 RowsOf = Callable[[int], list[DescriptorRow]]
 """The descriptors of a region that begins at an address."""
@@ -128,7 +128,7 @@ class Bed:
         """Raises RuntimeError unless a read brings so many bytes."""
         self.bytes[:] = 0
         read()
-        found = int(np.count_nonzero(self.bytes == _FILL))
+        found = int(np.count_nonzero(self.bytes.view(np.bool_)))
         if found != num_bytes:
             raise RuntimeError(f"{what} brought {found} bytes, not {num_bytes}")
 

@@ -106,6 +106,7 @@ def assumptions(cores: Cores) -> dict[str, str | int | float]:
         "core of the reading process": cores.reading,
         CMA_APART.name: "NIXL's worker thread runs on the serving process's core; the caller polls without a pause",
         f"{CMA_TOGETHER.name}, {TCP.name}": "the caller and the worker thread share a core; it polls as our I/O thread",
+        "memory": "NumPy arrays of both processes, in huge pages where the kernel gives them",
         "plain agent": "NIXL's defaults, but no progress thread: one that polls would take a core from all variants",
         "built-in": "its descriptors on an agent as vLLM makes it, but for the progress thread; no notification",
     }
@@ -116,5 +117,6 @@ def explanations() -> list[str]:
     return [
         "Medians and p99 of one run; ratios are medians of ratios round by round, over 1 where ours is the faster.",
         "On one core the worker thread may take over as soon as it is woken: submit_read then returns late.",
+        "submit_read waits until the worker thread has posted every descriptor; it uses no CPU meanwhile.",
         "The built-in worker reads a group's blocks in every region that groups share: for gemma-3-4b 3 % more bytes.",
     ]

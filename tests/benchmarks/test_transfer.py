@@ -168,7 +168,7 @@ def test_tables_and_verdicts_of_made_up_samples(subject):
     assert [row[4] for row in table.rows] == [
         *("kept", "kept"),  # 0.9 of a large read
         *("missed", "missed"),  # 0.45
-        *("kept", "kept"),  # submit_read, twice
+        *("kept", "kept", "kept", "kept"),  # submit_read
         *("kept", "missed"),  # 140 and 160 microseconds
         "kept",  # 2 %
     ]
@@ -185,7 +185,7 @@ def test_what_ucx_perftest_says():
         "  50,351.161,724.220,724.220,5523.18,2048.00,1381,1381\n"
     )
     line = ucx.parse(output, "ucp_get", "cma", 4096)
-    assert (line.seconds, line.gib_per_second) == (pytest.approx(351.161e-6), 2.0)
+    assert line.gib_per_second == 2.0
 
 
 # ------------------------------------------------------------------------------------------------------- over real NIXL
@@ -215,7 +215,7 @@ def test_every_experiment_runs(way, cores, tiny):
     reading = tiny.reading(1, "scattered")
     words = Words(way, run_words(way, cores, reading, tiny, LEAST))
     behinds = Behinds(way, run_behind(way, cores, [reading], tiny, LEAST))
-    assert len(verdicts_table([pulls], [receives], [words]).rows) == 6
+    assert len(verdicts_table([pulls], [receives], [words]).rows) == 7
     assert len(behind_table([behinds]).rows) == 2
     assert all(
         read.seconds >= read.post_seconds > 0 for cell in pulls.cells.values() for s in cell.values() for read in s
