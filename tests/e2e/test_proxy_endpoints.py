@@ -18,7 +18,7 @@ from tests.models.random_models import CHAT_TEMPLATE
 from tests.stack.engines import ServerProcess
 from tests.stack.exactness import random_prompt
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4
 NUM_TOKENS = 12
