@@ -3,11 +3,11 @@
 Only with NOTES_VARIABLE in its environment does an engine note anything. A note is a line of JSON in the file that it
 names:
 
-    {"half": "scheduler", "request": "cmpl-...", "seconds": 0.004, "hooks": 0.0001}
+    {"half": "scheduler", "request": "cmpl-...", "seconds": 0.004, "hooks": {"on_new_request": [1, 0.0001], ...}}
 
 ``seconds`` lead from vLLM's allocation of the blocks to vLLM's hearing that they are filled, on the scheduler's clock.
-``hooks`` is the CPU time that the half's thread has spent in the connector since the engine last was idle. Both
-connectors are watched alike.
+``hooks`` are the calls of the connector since the engine last was idle: how many, and the CPU time of the half's thread
+in them, in seconds. Both connectors are watched alike.
 """
 
 import contextlib
@@ -36,6 +36,8 @@ SCHEDULER_HOOKS = (
     "build_connector_meta",
     "update_connector_output",
 )
+STEP_HOOK = "build_connector_meta"
+"""vLLM calls it once in each step of a scheduler."""
 WORKER_HOOKS = (
     "bind_connector_metadata",
     "start_load_kv",
@@ -45,13 +47,20 @@ WORKER_HOOKS = (
 )
 
 
+class Calls(msgspec.Struct, array_like=True):
+    """Of one hook. ``seconds`` are CPU time."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+
 class Note(msgspec.Struct, frozen=True):
     """One line of the file. ``seconds`` is 0 in a worker's."""
 
     half: str
     request: str
     seconds: float
-    hooks: float
+    hooks: dict[str, Calls]
 
 
 class Notebook:
@@ -69,19 +78,21 @@ class Notebook:
         self._clock = clock
         self._cpu_clock = cpu_clock
         self._allocated: dict[str, float] = {}
-        self._spent = 0.0
+        self._hooks: dict[str, Calls] = {}
         self._last_end = 0.0
 
     @contextlib.contextmanager
-    def inside(self) -> Iterator[None]:
+    def inside(self, hook: str) -> Iterator[None]:
         """Around every call of the connector."""
         if self._clock() - self._last_end > IDLE_SECONDS:
-            self._spent = 0.0
+            self._hooks = {}
+        calls = self._hooks.setdefault(hook, Calls())
         begin = self._cpu_clock()
         try:
             yield
         finally:
-            self._spent += self._cpu_clock() - begin
+            calls.count += 1
+            calls.seconds += self._cpu_clock() - begin
             self._last_end = self._clock()
 
     def allocated(self, request: str) -> None:
@@ -93,7 +104,7 @@ class Notebook:
         now = self._clock()
         for request in requests:
             seconds = now - self._allocated.pop(request, now)
-            line = msgspec.json.encode(Note(self._half, request, seconds, self._spent))
+            line = msgspec.json.encode(Note(self._half, request, seconds, self._hooks))
             with self._path.open("ab") as file:
                 file.write(line + b"\n")
 
@@ -134,7 +145,7 @@ def watched(parent: type[Any], name: str, around_start: Around = contextlib.null
 def watch(connector: object, half: str, notebook: Notebook) -> None:
     """Replace hooks on the object, so that an engine that notes nothing runs its parent's code alone."""
     hooks = {
-        name: _timed(getattr(connector, name), notebook)
+        name: _timed(getattr(connector, name), notebook, name)
         for name in (SCHEDULER_HOOKS if half == "scheduler" else WORKER_HOOKS)
     }
     if half == "scheduler":
@@ -155,9 +166,9 @@ class _Output(Protocol):
     failed_recving: set[str] | None
 
 
-def _timed(hook: Hook, notebook: Notebook) -> Hook:
+def _timed(hook: Hook, notebook: Notebook, name: str) -> Hook:
     def timed(*arguments: object, **named: object) -> object:
-        with notebook.inside():
+        with notebook.inside(name):
             return hook(*arguments, **named)
 
     return timed

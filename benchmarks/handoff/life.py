@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.handoff import client
-from benchmarks.handoff.connectors import Note, read_notes
+from benchmarks.handoff.connectors import STEP_HOOK, Calls, Note, read_notes
 from benchmarks.pairs import OURS, Contender, OtherWork, Pair
 from tests.stack.engines import Engine, running
 from tests.stack.exactness import random_prompt
@@ -36,7 +36,7 @@ class Plan:
     loaded_tokens: int = 2049
     num_streams: int = 4
     pull_tokens: int = 8161
-    phase_seconds: float = 75.0
+    phase_seconds: float = 55.0
     """A phase ends early after so long, with what it has."""
 
 
@@ -45,12 +45,13 @@ QUICK = Plan(repeats={129: 3, 513: 3, 2049: 2}, num_loaded=3, num_pulls=2, pull_
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One hand-off. All but ``num_tokens`` and ``kind`` are seconds.
+    """One hand-off, times in seconds.
 
     kind: "idle", "loaded", "pull" (while one stream runs), "contact" or "greeted" (the first between two engines).
     floor: first token of the same request from decode's own cache, asked for right after it; 0 where none was.
     pull: from allocation to ``finished_recving``, as decode's scheduler saw it.
-    scheduler, worker: CPU time of the engine's and the worker's thread in the connector.
+    steps: of decode's scheduler, from the request to its pull's end.
+    hooks: CPU time of the engine's and the worker's thread in each hook of the connector meanwhile.
     """
 
     kind: str
@@ -58,8 +59,8 @@ class Sample(msgspec.Struct, frozen=True):
     seconds: float
     floor: float
     pull: float
-    scheduler: float
-    worker: float
+    steps: int
+    hooks: dict[str, float]
 
 
 class Life(msgspec.Struct, frozen=True):
@@ -129,19 +130,10 @@ class Recorder:
             if "scheduler" not in mine:
                 self.failures.append(f"{asked.name}: decode computed the prompt itself")
                 continue
-            scheduler, worker = mine["scheduler"], mine.get("worker")
-            spent = worker.hooks if worker is not None else 0.0
-            found.append(
-                Sample(
-                    asked.kind,
-                    asked.num_tokens,
-                    asked.seconds,
-                    asked.floor,
-                    scheduler.seconds,
-                    scheduler.hooks,
-                    spent,
-                )
-            )
+            hooks = {name: calls.seconds for note in mine.values() for name, calls in note.hooks.items()}
+            steps = mine["scheduler"].hooks.get(STEP_HOOK, Calls()).count
+            pull = mine["scheduler"].seconds
+            found.append(Sample(asked.kind, asked.num_tokens, asked.seconds, asked.floor, pull, steps, hooks))
         return found
 
 

@@ -1,5 +1,6 @@
 """From lives to tables: medians, 99th percentiles, and the ratios that have a target."""
 
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ HANDED_OFF = Column("hand-off", lambda sample: sample.seconds)
 FLOOR = Column("floor", lambda sample: sample.floor)
 ABOVE = Column("above the floor", lambda sample: sample.seconds - sample.floor)
 PULL = Column("allocation to finished_recving", lambda sample: sample.pull)
-THREADS = Column("engine and worker thread", lambda sample: sample.scheduler + sample.worker)
+THREADS = Column("engine and worker thread", lambda sample: sum(sample.hooks.values()))
 
 
 def samples(lives: Lives, contender: str, kind: str, num_tokens: int | None = None) -> list[Sample]:
@@ -87,6 +88,22 @@ def contacts_table(lives: Lives) -> Table:
                 rows.append((title, CONTENDERS[name].title, found.count, round(found.median, 1), *_pair(pull)[:1]))
     headings = ("how", "connector", "count", "hand-off, median", "allocation to finished_recving, median")
     return Table("First contact, ms", headings, tuple(rows))
+
+
+def hooks_table(lives: Lives) -> Table:
+    """CPU time of decode's two threads in each hook of the connector, for one pull on an idle engine."""
+    idle = {name: samples(lives, name, "idle") for name in contenders(lives)}
+    hooks = sorted({hook for found in idle.values() for sample in found for hook in sample.hooks})
+    rows: list[tuple[Cell, ...]] = []
+    for name, found in idle.items():
+        for num_tokens in sorted({sample.num_tokens for sample in found}):
+            here = [sample for sample in found if sample.num_tokens == num_tokens]
+            spent = (statistics.median(sample.hooks.get(hook, 0.0) for sample in here) for hook in hooks)
+            steps = statistics.median(sample.steps for sample in here)
+            rows.append((CONTENDERS[name].title, num_tokens, steps, *(round(1e6 * each) for each in spent)))
+    return Table(
+        "Decode's threads in the connector per pull, µs, medians", ("", "tokens", "steps", *hooks), tuple(rows)
+    )
 
 
 EVENTS = {"alone": "alone", "local": "a cached prompt is answered", "pull": "a pull lands"}
@@ -186,6 +203,7 @@ def all_tables(lives: Lives) -> list[Table]:
         own_targets_table(lives),
         times_table(lives, "Decode is idle", "idle"),
         times_table(lives, "Decode runs a batch", "loaded"),
+        hooks_table(lives),
         contacts_table(lives),
         gaps_table(lives),
         lives_table(lives),

@@ -15,7 +15,9 @@ from benchmarks.handoff import client
 from benchmarks.handoff.connectors import (
     IDLE_SECONDS,
     SCHEDULER_HOOKS,
+    STEP_HOOK,
     WORKER_HOOKS,
+    Calls,
     Note,
     Notebook,
     affinity_kept,
@@ -60,12 +62,12 @@ def test_a_pull_lasts_from_its_allocation_to_its_end(notebook, clocks, tmp_path)
     clocks.wall.now += 0.5
     notebook.filled(["b"])
     notebook.filled(["a"])
-    assert read_notes(tmp_path / "notes") == [Note("scheduler", "b", 0.5, 0.0), Note("scheduler", "a", 0.75, 0.0)]
+    assert read_notes(tmp_path / "notes") == [Note("scheduler", "b", 0.5, {}), Note("scheduler", "a", 0.75, {})]
 
 
 def test_hooks_add_up_until_the_engine_is_idle(notebook, clocks, tmp_path):
-    def call(seconds):
-        with notebook.inside():
+    def call(seconds, hook="start_load_kv"):
+        with notebook.inside(hook):
             clocks.cpu.now += seconds
             clocks.wall.now += seconds
 
@@ -74,8 +76,10 @@ def test_hooks_add_up_until_the_engine_is_idle(notebook, clocks, tmp_path):
     call(1.0)
     clocks.wall.now += IDLE_SECONDS / 2
     call(2.0)
+    call(4.0, "on_new_request")
     notebook.filled(["a"])
-    assert [note.hooks for note in read_notes(tmp_path / "notes")] == [3.0]
+    (note,) = read_notes(tmp_path / "notes")
+    assert note.hooks == {"start_load_kv": Calls(2, 3.0), "on_new_request": Calls(1, 4.0)}
 
 
 def test_no_notes_where_nobody_wrote(tmp_path):
@@ -110,9 +114,12 @@ def test_a_scheduler_that_is_watched(notebook, clocks, tmp_path):
     assert connector.update_state_after_alloc(pulled, "blocks", 64) == (pulled, "blocks", 64)
     connector.update_state_after_alloc(cached, "blocks", 0)
     clocks.wall.now += 0.125
+    clocks.cpu.now += 9.0
     connector.update_connector_output(results(["pulled", "bad"], failed=["bad"]))
     connector.update_connector_output(SimpleNamespace(finished_recving=None, failed_recving=None))
-    assert read_notes(tmp_path / "notes") == [Note("scheduler", "pulled", 0.125, 0.0)]
+    (note,) = read_notes(tmp_path / "notes")
+    assert (note.half, note.request, note.seconds) == ("scheduler", "pulled", 0.125)
+    assert note.hooks == {"update_connector_output": Calls(1, 0.0)}
 
 
 def test_a_worker_that_is_watched(tmp_path):
@@ -252,9 +259,14 @@ def test_only_pulls_become_samples(engine):
         recorder.hand_off(engines, "idle", 33)
     engine.server.params = None
     recorder.hand_off(engines, "idle", 33)
-    noted = [Note("scheduler", "cmpl-idle-0-0-af", 0.5, 0.25), Note("worker", "cmpl-idle-0-0-af", 0.0, 0.125)]
-    (sample,) = recorder.samples([*noted, Note("scheduler", "cmpl-idle-10-0-af", 1, 1)])
-    assert (sample.pull, sample.scheduler, sample.worker, sample.num_tokens) == (0.5, 0.25, 0.125, 33)
+    noted = [
+        Note("scheduler", "cmpl-idle-0-0-af", 0.5, {STEP_HOOK: Calls(3, 0.25)}),
+        Note("worker", "cmpl-idle-0-0-af", 0.0, {"start_load_kv": Calls(3, 0.125)}),
+        Note("scheduler", "cmpl-idle-10-0-af", 1, {}),
+    ]
+    (sample,) = recorder.samples(noted)
+    assert (sample.pull, sample.steps, sample.num_tokens) == (0.5, 3, 33)
+    assert sample.hooks == {STEP_HOOK: 0.25, "start_load_kv": 0.125}
     assert sample.floor > 0
     assert [text.split(":")[0] for text in recorder.failures] == ["idle-2", "idle-1"]
 
@@ -269,7 +281,7 @@ def test_no_prompt_comes_twice():
 def life(contender, milliseconds, number=0, gap=10.0, hooks=5e-5):
     """Every hand-off takes as long as it is told, above a floor of a millisecond."""
     samples = [
-        Sample(kind, num_tokens, milliseconds / 1e3, 1e-3, milliseconds / 2e3, hooks, hooks)
+        Sample(kind, num_tokens, milliseconds / 1e3, 1e-3, milliseconds / 2e3, 2, {"a": hooks, "b": hooks})
         for kind in ("idle", "loaded", "contact")
         for num_tokens in (129, 2049)
         for _ in range(3)
