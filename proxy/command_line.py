@@ -6,7 +6,6 @@ the file, the help and the checks follow from that.
 
 import argparse
 import math
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import NoReturn, TypeVar
 
 from proxy.config import ConfigError, Limits, ProxyConfig, RoutingConfig, Timeouts, engine_url
 from proxy.routing import POLICIES
+from proxy.settings_file import arguments_of_file
 
 _LAST_PORT = 65535
 _T = TypeVar("_T")
@@ -33,8 +33,10 @@ def configuration(arguments: Sequence[str]) -> ProxyConfig:
     parser = _parser()
     given = parser.parse_args(arguments)
     if given.config is not None:
+        of_file = arguments_of_file(given.config)
+        _check_file(parser, given.config, of_file)
         # What the command line says comes later, so it counts.
-        given = parser.parse_args([*arguments_of_file(given.config), *arguments])
+        given = parser.parse_args([*of_file, *arguments])
     for role, urls in (("prefill", given.prefill), ("decode", given.decode)):
         if repeated := sorted({url for url in urls if urls.count(url) > 1}):
             raise ConfigError(f"--{role} {repeated[0]} is given twice")
@@ -62,22 +64,15 @@ def configuration(arguments: Sequence[str]) -> ProxyConfig:
     )
 
 
-def arguments_of_file(path: Path) -> list[str]:
-    """The settings of a TOML file as a command line: its keys are the long options without dashes in front.
-
-    Raises ``ConfigError`` if it is no such file.
-    """
+def _check_file(parser: argparse.ArgumentParser, path: Path, arguments: Sequence[str]) -> None:
+    """Raises ``ConfigError``, with the name of the file, if its settings are no options by themselves."""
     try:
-        settings = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        _, unknown = parser.parse_known_args(arguments)
+    except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    arguments = []
-    for name, value in settings.items():
-        for single in value if isinstance(value, list) else [value]:
-            if name == "config" or isinstance(single, bool) or not isinstance(single, str | int | float):
-                raise ConfigError(f"{path}: {name} = {value!r} is no setting")
-            arguments.append(f"--{name.replace('_', '-')}={single}")
-    return arguments
+    if unknown:
+        name = unknown[0].partition("=")[0].removeprefix("--")
+        raise ConfigError(f"{path}: {name} is no option: pd-proxy --help lists them")
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -119,7 +114,8 @@ def _parser() -> argparse.ArgumentParser:
         "--config",
         type=Path,
         metavar="FILE",
-        help="TOML file of these options, whose engines are followed",
+        help="file of these options, as name = value (TOML), or name: value (YAML, if FILE ends in .yaml or .yml); "
+        "engines come and go when it changes, other settings need a restart",
     )
     add("--admin-token-file", type=Path, metavar="FILE", help="file with the admin API's bearer token")
     add("--otlp-endpoint", metavar="URL", help="OTLP/HTTP address for spans, as http://HOST:4318/v1/traces")

@@ -1,5 +1,9 @@
 """The command line: what it accepts, and what it says about mistakes."""
 
+import contextlib
+import io
+import re
+
 import pytest
 
 from proxy.command_line import configuration, parse_arguments
@@ -89,30 +93,41 @@ def test_help_names_every_option_and_its_default(capsys):
     with pytest.raises(SystemExit):
         parse_arguments(["--help"])
     text = capsys.readouterr().out
-    for option in ("--prefill URL", "--decode URL", "--port", "--policy", "--decode-timeout-seconds"):
+    for option in ("--prefill URL", "--decode URL", "--port", "--policy", "--decode-timeout-seconds", "TOML", "YAML"):
         assert option in text
     assert "8080" in text
     for nothing in ("==SUPPRESS==", "default: None", "default: []"):
         assert nothing not in text
 
 
-def written(tmp_path, text):
-    path = tmp_path / "proxy.toml"
+def written(tmp_path, text, name="proxy.toml"):
+    path = tmp_path / name
     path.write_text(text)
     return path
 
 
-def test_a_file_holds_the_same_options(tmp_path):
-    path = written(
-        tmp_path,
-        """
-        prefill = ["http://p:1", "http://p:2/"]
-        decode = "http://d:1"
-        port = 0
-        idle-timeout-seconds = 2.5
-        min_remote_tokens = 7
-        """,
-    )
+TOML = """
+prefill = ["http://p:1", "http://p:2/"]
+decode = "http://d:1"
+port = 0
+idle-timeout-seconds = 2.5
+min_remote_tokens = 7
+"""
+YAML = """
+# The same.
+prefill:
+  - http://p:1
+  - http://p:2/
+decode: http://d:1
+port: 0
+idle-timeout-seconds: 2.5
+min_remote_tokens: 7
+"""
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.toml", TOML), ("a.conf", TOML), ("a.yaml", YAML), ("a.yml", YAML)])
+def test_a_file_holds_the_same_options(tmp_path, name, text):
+    path = written(tmp_path, text, name)
     assert parse_arguments(["--config", str(path)]) == ProxyConfig(
         prefill_urls=("http://p:1", "http://p:2"),
         decode_urls=("http://d:1",),
@@ -121,6 +136,31 @@ def test_a_file_holds_the_same_options(tmp_path):
         routing=RoutingConfig(min_remote_tokens=7),
         config_file=path,
     )
+
+
+def options():
+    """Every long option that the help names, apart from those that a file cannot hold."""
+    help_text = configuration_help()
+    return sorted(set(re.findall(r"^  (?:-h, )?--([a-z-]+)", help_text, re.MULTILINE)) - {"help", "config"})
+
+
+def configuration_help():
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        configuration(["--help"])
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(("name", "form"), [("a.toml", "{} = '{}'"), ("a.yaml", "{}: '{}'")])
+def test_every_option_can_stand_in_a_file(tmp_path, name, form):
+    values = {"prefill": "http://p:1", "decode": "http://d:1", "fallback": "decode-only"}
+    values |= dict.fromkeys(("policy", "prefill-policy", "decode-policy"), "round-robin")
+    text = "\n".join(form.format(option, values.get(option, "1")) for option in options())
+    config = configuration(["--config", str(written(tmp_path, text, name))])
+    assert config.routing == RoutingConfig("round-robin", "round-robin", 1, decode_only_fallback=True, num_ranks=1)
+    assert config.timeouts == Timeouts(1, 1, 1, 1, 1, 1)
+    assert config.limits == Limits(1, 1, 1, 1, 1)
+    assert (config.host, config.port, config.otlp_endpoint, config.canary_seconds) == ("1", 1, "1", 1)
 
 
 def test_the_command_line_counts_and_adds_engines(tmp_path):
@@ -132,23 +172,66 @@ def test_the_command_line_counts_and_adds_engines(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("toml", "yaml", "told"),
     [
-        ("prefill = 'http://p:1'\ndecode = 'nonsense'", "'nonsense' is not an address"),
-        ("magic = 1", "--magic=1"),
-        ("fall = 'none'", "--fall=none"),
-        ("port = true", "port = True is no setting"),
-        ("config = 'other.toml'", "is no setting"),
-        ("[prefill]\nurl = 'http://p:1'", "is no setting"),
-        ("prefill = [", "proxy.toml: "),
-        ("port = 70000", "70000 is not a port"),
-        ("port = 1", "at least one --prefill"),
+        (
+            "prefill = 'http://p:1'\ndecode = 'nonsense'",
+            "prefill: http://p:1\ndecode: nonsense",
+            "argument --decode: 'nonsense' is not an address of an engine: write http://HOST:PORT",
+        ),
+        ("magic = 1", "magic: 1", "magic is no option: pd-proxy --help lists them"),
+        ("fall = 'none'", "fall: none", "fall is no option"),
+        ("port = true", "port: true", "port = True is no setting: write a text, a number or a list"),
+        ("config = 'other.toml'", "config: other.yaml", "is no setting"),
+        ("[prefill]\nurl = 'http://p:1'", "prefill:\n  url: http://p:1", "is no setting"),
+        ("prefill = [['http://p:1']]", "prefill: [[http://p:1]]", "is no setting"),
+        ("port = 70000", "port: 70000", "argument --port: 70000 is not a port"),
+        ("policy = 'magic'", "policy: magic", "argument --policy: invalid choice: 'magic'"),
+        ("port = 2026-01-01", "port: 2026-01-01", "is no setting"),
+        ("port = 1\nport = 2", "port: 1\nport: 2", ""),
+        ("port = = 1", "port: a: b", "(at line 1, column 8)"),
+        ("prefill", "prefill", ""),
+        ("a = " + "[" * 5000, "a: " + "[" * 5000, "recursion"),
     ],
 )
-def test_a_mistake_in_the_file_is_explained(tmp_path, text, told):
+def test_a_mistake_in_the_file_is_explained_with_its_name(tmp_path, toml, yaml, told):
+    for path in (written(tmp_path, toml), written(tmp_path, yaml, "proxy.yaml")):
+        with pytest.raises(ConfigError) as mistake:
+            configuration(["--config", str(path)])
+        assert str(mistake.value).startswith(f"{path}: ")
+        assert told in str(mistake.value)
+        assert "\n" not in str(mistake.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("prefill:", "prefill = None is no setting"),
+        ("port: 1\nport: 2", "port is given twice: write one list, port: [FIRST, SECOND]"),
+        ("- prefill", "write each as NAME: VALUE"),
+        ("8000", "write each as NAME: VALUE"),
+        ("1: 2", "1 is no option"),
+        ("[a]: b", "unhashable"),
+        ("port: 1\n---\nport: 2", "expected a single document in the stream but found another document (at line 2"),
+        ("port: \x00", "not allowed"),
+        ("port: !!python/name:os.system", "could not determine a constructor"),
+    ],
+)
+def test_a_mistake_that_only_yaml_allows_is_explained(tmp_path, text, told):
     with pytest.raises(ConfigError) as mistake:
-        configuration(["--config", str(written(tmp_path, text))])
+        configuration(["--config", str(written(tmp_path, text, "proxy.yaml"))])
     assert told in str(mistake.value)
+
+
+@pytest.mark.parametrize("name", ["empty.toml", "empty.yaml"])
+def test_an_empty_file_names_no_engines(tmp_path, name):
+    with pytest.raises(ConfigError, match="give at least one --prefill URL"):
+        configuration(["--config", str(written(tmp_path, "# nothing\n", name))])
+
+
+def test_a_file_may_leave_engines_to_the_command_line(tmp_path):
+    config = configuration(["--config", str(written(tmp_path, "port: 1", "a.yaml")), *ENGINES])
+    assert (config.port, config.prefill_urls) == (1, ("http://p:1",))
 
 
 def test_a_file_that_is_not_there_is_explained(tmp_path):

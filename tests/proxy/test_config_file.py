@@ -29,16 +29,18 @@ class Followed:
         self.file = ConfigFile(path, config, lambda: configuration(arguments), self.registry)
 
     def write(self, prefill, more=""):
-        self.path.write_text(f"prefill = {prefill}\ndecode = ['http://d:1']\n{more}")
+        # Lists and texts look alike in both formats.
+        form = "{}: {}\n" if self.path.suffix == ".yaml" else "{} = {}\n"
+        self.path.write_text(form.format("prefill", prefill) + form.format("decode", ["http://d:1"]) + more)
 
     @property
     def prefill_urls(self):
         return [engine.url for engine in self.registry.members(Role.PREFILL)]
 
 
-@pytest.fixture
-def followed(tmp_path):
-    return Followed(tmp_path / "proxy.toml")
+@pytest.fixture(params=["proxy.toml", "proxy.yaml"])
+def followed(tmp_path, request):
+    return Followed(tmp_path / request.param)
 
 
 def test_only_the_difference_is_applied(followed, caplog):
@@ -50,7 +52,9 @@ def test_only_the_difference_is_applied(followed, caplog):
     assert "restart" not in caplog.text
 
 
-@pytest.mark.parametrize("broken", ["prefill = [", "prefill = ['http://p:1', 'http://p:1']", "", "magic = 1"])
+@pytest.mark.parametrize(
+    "broken", ["prefill = [", "prefill = ['http://p:1', 'http://p:1']", "", "magic = 1", "magic: 1"]
+)
 def test_a_mistake_changes_nothing_and_is_told(followed, caplog, broken):
     before = followed.prefill_urls
     followed.path.write_text(broken)
@@ -124,7 +128,7 @@ async def test_a_file_that_is_being_written_is_not_read(tmp_path):
 
 
 def test_other_settings_need_a_restart_and_that_is_told(followed, caplog):
-    followed.write(["http://p:1"], "port = 99")
+    followed.write(["http://p:1"], "port: 99" if followed.path.suffix == ".yaml" else "port = 99")
     followed.file.reload()
     assert "take effect after a restart" in caplog.text
     assert followed.prefill_urls == ["http://p:1", "http://admin:1"]
@@ -143,17 +147,23 @@ async def test_a_change_is_noticed_also_when_the_file_is_gone_for_a_moment(tmp_p
     await asyncio.gather(following, return_exceptions=True)
 
 
+@pytest.mark.parametrize(("name", "form"), [("a.toml", "{} = {}\n"), ("a.yaml", "{}: {}\n")])
 @asynchronous
-async def test_a_running_proxy_follows_its_file(tmp_path):
+async def test_a_running_proxy_follows_its_file(tmp_path, name, form):
     ledger = Ledger()
     engines = [FakeEngine(ledger) for _ in range(3)]
     for engine in engines:
         await engine.start()
     old, new, decode = engines
-    path = tmp_path / "proxy.toml"
-    path.write_text(f"prefill = ['{old.url}']\ndecode = ['{decode.url}']\nport = 0\n")
+    path = tmp_path / name
+
+    def write(prefill):
+        settings = {"prefill": [prefill.url], "decode": [decode.url], "port": 0}
+        path.write_text("".join(form.format(*setting) for setting in settings.items()))
+
+    write(old)
     async with running(configuration(["--config", str(path)])) as proxy, aiohttp.ClientSession() as client:
-        path.write_text(f"prefill = ['{new.url}']\ndecode = ['{decode.url}']\nport = 0\n")
+        write(new)
         while not new.generations:
             async with client.post(proxy.address + "/v1/completions", json={"prompt": "p"}) as response:
                 assert response.status == 200
