@@ -121,7 +121,7 @@ def verdict(times: dict[str, Seconds]) -> str:
         f"{name} {each.least * 1e3:.2f} ms ({'kept' if each.least < LIMIT_SECONDS else 'missed'})"
         for name, each in plans.items()
     ]
-    return f"plan_read, least CPU time of its values, against 1 ms: {', '.join(parts)}."
+    return f"Planning, least CPU time of its values, against 1 ms: {', '.join(parts)}."
 
 
 def _mebibytes(num_bytes: int) -> float:

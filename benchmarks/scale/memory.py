@@ -63,7 +63,7 @@ def scheduler_peer(subject: Subject) -> float:
 def worker_peer(subject: Subject) -> float:
     """A peer in decode's worker process: the welcome as the scheduler's order brings it, and its rows."""
     payloads = [pickle.dumps(subject.welcome(number)) for number in range(NUM_SAMPLES + 1)]
-    return allocated(lambda number: RemotePeer.from_welcome(pickle.loads(payloads[number]), 0))
+    return allocated(lambda number: RemotePeer.from_welcome(pickle.loads(payloads[number]), 0, subject.layout))
 
 
 def lease(subject: Subject) -> float:

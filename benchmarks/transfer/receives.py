@@ -44,7 +44,7 @@ class Receiver:
         rows = descriptor_rows(subject.layout, bed.region.address)
         transport = bed.pull_transport(rows)
         before = set(threading.enumerate())
-        loop = PullLoop(transport, _POLICY, 0, subject.layout, rows)
+        loop = PullLoop(transport, _POLICY, 0, subject.layout)
         self._thread = PullThread(loop, transport)
         (io_thread,) = set(threading.enumerate()) - before
         assert io_thread.ident is not None

@@ -20,8 +20,8 @@ from pd_transfer.cli.geometry import (
 )
 from pd_transfer.cli.models import load_model
 from pd_transfer.cli.transfers import NUMBERINGS, Pull
-from pd_transfer.core.layout import DescriptorRow, EngineLayout, block_runs, descriptor_rows
-from pd_transfer.core.plan import Indices, ReadPlan, num_merged
+from pd_transfer.core.layout import DescriptorRow, EngineLayout, block_runs
+from pd_transfer.core.plan import Indices, ReadPlan
 
 BLOCK_SIZE = 16
 SIZES_MIB = (1, 4, 16, 64)
@@ -58,16 +58,10 @@ class Reading:
         return indices
 
     @cached_property
-    def num_merged(self) -> int:
-        """Descriptors of ours that are left when neighbours merge."""
-        rows = descriptor_rows(self.pull.layout, 0)
-        return num_merged(self.plan, rows, rows)
-
-    @cached_property
     def num_built_in_merged(self) -> int:
-        """The same of the built-in worker's."""
-        rows = region_rows(self.pull.layout, 0)
-        return num_merged(ReadPlan(self.built_in, self.built_in, 0, ()), rows, rows)
+        """Descriptors of the built-in worker's that are left when neighbours merge; its rows have no gaps."""
+        rows = self.built_in // self.pull.layout.num_blocks
+        return 1 + int(np.count_nonzero((np.diff(self.built_in) != 1) | (np.diff(rows) != 0)))
 
     @property
     def num_built_in_bytes(self) -> int:

@@ -82,7 +82,7 @@ def pulls_table(found: Pulls) -> Table:
             (
                 num_bytes / 2**20,
                 reading.numbering,
-                f"{len(reading.plan.local):,}, {reading.num_merged:,}",
+                f"{len(reading.plan.local):,}, {reading.plan.num_merged:,}",
                 time.median * 1e3,
                 time.p99 * 1e3,
                 num_bytes / 2**30 / time.median,
@@ -143,7 +143,7 @@ def posting_table(found: Sequence[Pulls]) -> Table:
 
 def receives_table(found: Sequence[Receives]) -> Table:
     """A decode worker's threads for one receive."""
-    columns = ("way", "geometry", "MiB", "blocks", "vLLM's thread", "p99", "our I/O thread", "p99", "plan_read alone")
+    columns = ("way", "geometry", "MiB", "blocks", "vLLM's thread", "p99", "our I/O thread", "p99", "the plan alone")
     rows: list[Row] = []
     for each in found:
         for reading in each.subject.readings:

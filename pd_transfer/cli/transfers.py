@@ -15,8 +15,8 @@ from pd_transfer.cli.geometry import (
     num_positions,
 )
 from pd_transfer.cli.models import Attention, Model
-from pd_transfer.core.layout import BlockRun, EngineLayout, block_runs, descriptor_rows
-from pd_transfer.core.plan import ReadPlan, needed_runs, num_merged, plan_read
+from pd_transfer.core.layout import BlockRuns, EngineLayout, block_runs
+from pd_transfer.core.plan import ReadPlan, ReadPlanner, needed_runs
 
 NUMBERINGS: dict[str, Numbering] = {
     "contiguous": lambda position: position,
@@ -57,14 +57,14 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """What ``plan_read`` is given for one prompt, of which decode has nothing yet."""
+    """What ``ReadPlanner`` is given for one prompt, of which decode has nothing yet."""
 
     layout: EngineLayout
     tables: list[list[int]]
-    granted: tuple[tuple[BlockRun, ...], ...]
+    granted: tuple[BlockRuns, ...]
     num_tokens: int
 
-    def needed(self) -> list[tuple[BlockRun, ...]]:
+    def needed(self) -> list[BlockRuns]:
         """The blocks that decode asks for, group by group."""
         return [
             needed_runs(table, group.block_size_tokens, 0, self.num_tokens)
@@ -73,7 +73,7 @@ class Pull:
 
     def plan(self) -> ReadPlan:
         """The connector's own plan for it."""
-        plan = plan_read(self.layout, self.layout, self.needed(), self.granted)
+        plan = ReadPlanner(self.layout, self.layout).plan(self.needed(), self.granted)
         assert isinstance(plan, ReadPlan)
         return plan
 
@@ -103,9 +103,8 @@ def compare(model: Model, num_prompt_tokens: int, block_size_tokens: int) -> Com
     ours, merged = None, {}
     if why_not is None:
         for name, numbering in NUMBERINGS.items():
-            pull = make_pull(groups, num_prompt_tokens, numbering)
-            plan, rows = pull.plan(), descriptor_rows(pull.layout, 0)
-            merged[name] = num_merged(plan, rows, rows)
+            plan = make_pull(groups, num_prompt_tokens, numbering).plan()
+            merged[name] = plan.num_merged
             ours = Transfer(plan.num_blocks_by_group, len(plan.local), plan.num_bytes)
     return Comparison(
         groups,

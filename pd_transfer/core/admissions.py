@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from pd_transfer.core.layout import BlockRun
+from pd_transfer.core.layout import BlockRuns
 from pd_transfer.core.machine import Story, TransitionTable
 from pd_transfer.core.messages import MAX_LEASES_PER_MESSAGE, Release, Renew
 from pd_transfer.core.outcomes import Outcome, Outcomes
@@ -70,7 +70,7 @@ class StartReceive:
     request_id: RequestId
     peer: PeerKey
     grant: Grant
-    needed: tuple[tuple[BlockRun, ...], ...]
+    needed: tuple[BlockRuns, ...]
     num_tokens: int
 
 
@@ -242,7 +242,7 @@ class AdmissionBook:
         return []
 
     def allocated(
-        self, request_id: RequestId, num_external_tokens: int, needed: tuple[tuple[BlockRun, ...], ...], now: float
+        self, request_id: RequestId, num_external_tokens: int, needed: tuple[BlockRuns, ...], now: float
     ) -> list[AdmissionAction]:
         """vLLM has allocated blocks and waits for ``num_external_tokens`` tokens; 0 means that it waits for none."""
         admission = self._admissions.get(request_id)

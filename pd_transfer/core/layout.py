@@ -8,12 +8,19 @@ The types cross the wire in ``core.messages``, hence ``msgspec.Struct``.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import operator
+import struct
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, NewType, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Entry = TypeVar("Entry")
 
 _MAX_DESCRIPTORS = 2**31 - 1
 """A descriptor's index is an int32."""
@@ -54,29 +61,52 @@ class DescriptorRow:
     count: int
 
 
-class BlockRun(msgspec.Struct, frozen=True, array_like=True):
-    """``count`` consecutive blocks of a block table: position ``index + k`` of the table holds ``block_id + k``."""
+BlockRuns = NewType("BlockRuns", bytes)
+"""Part of a block table as runs of consecutive blocks: little-endian int32 triples ``(index, block_id, count)``.
 
-    index: int
-    block_id: int
-    count: int
+Position ``index + k`` of the table holds ``block_id + k``. Bytes, because there may be thousands of runs: as objects
+they would be built and pickled one by one on the engines' own threads (docs/adr/0011).
+"""
+
+RUN_BYTES = 12
 
 
-def block_runs(block_ids: Sequence[int], first_index: int = 0) -> tuple[BlockRun, ...]:
+def pack_runs(runs: Sequence[int]) -> BlockRuns:
+    """``index, block_id, count, index, ...`` as BlockRuns. Raises struct.error beyond 32 bits."""
+    return BlockRuns(struct.pack(f"<{len(runs)}i", *runs))
+
+
+def unpack_runs(runs: bytes) -> npt.NDArray[np.int32]:
+    """A row ``(index, block_id, count)`` for each run. ``runs`` has a multiple of RUN_BYTES bytes."""
+    return np.frombuffer(runs, dtype="<i4").reshape(-1, 3)
+
+
+def block_runs(block_ids: Sequence[int], first_index: int = 0) -> BlockRuns:
     """A block table (position ``first_index + i`` holds ``block_ids[i]``) as runs; the null block 0 is left out."""
-    runs: list[BlockRun] = []
-    start, expected = first_index, 0
-    for index, block_id in enumerate(block_ids, first_index):
+    runs: list[int] = []
+    num_nulls = num_leading_nulls(block_ids, operator.not_)
+    start, expected = first_index + num_nulls, 0
+    for index, block_id in enumerate(block_ids[num_nulls:], start):
         if block_id == expected:
             expected += 1 if block_id else 0
             continue
         if expected:
-            runs.append(BlockRun(start, expected - (index - start), index - start))
+            runs += (start, expected - (index - start), index - start)
         start, expected = index, block_id and block_id + 1
     if expected:
         end = first_index + len(block_ids)
-        runs.append(BlockRun(start, expected - (end - start), end - start))
-    return tuple(runs)
+        runs += (start, expected - (end - start), end - start)
+    return pack_runs(runs)
+
+
+def num_leading_nulls(table: Sequence[Entry], is_null: Callable[[Entry], bool]) -> int:
+    """How many entries at the front of a block table are null. 0 where they are not all one object.
+
+    A sliding window's table has thousands of them in front of a few blocks, and vLLM's null block is one object: that
+    they are equal is seen without a call for each.
+    """
+    end = bisect_left(table, True, key=lambda entry: not is_null(entry))
+    return end if end and table[:end].count(table[0]) == end else 0
 
 
 class LayerLayout(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple, NewType
 import msgspec
 import numpy as np
 
-from pd_transfer.core.layout import BlockRun
+from pd_transfer.core.layout import RUN_BYTES, BlockRuns
 
 EngineId = NewType("EngineId", str)
 RequestId = NewType("RequestId", str)
@@ -27,7 +27,7 @@ Transfer = NewType("Transfer", int)
 
 _TEXT_FIELDS = {"remote_engine_id": 1024, "remote_host": 255, "grant": 1 << 20}
 """The strings of params that are read, and the most characters that each may have."""
-_GRANT_VERSION = 1
+_GRANT_VERSION = 2
 _SEAL_BYTES = 16
 
 
@@ -142,7 +142,11 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
     prompt_digest: bytes
     layout_digest: str
-    groups: tuple[tuple[BlockRun, ...], ...]
+    groups: tuple[BlockRuns, ...]
+
+    def __post_init__(self) -> None:
+        if any(len(runs) % RUN_BYTES for runs in self.groups):
+            raise ValueError("runs that are cut off")
 
 
 class SealedGrant(NamedTuple):

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from pd_transfer.core.layout import EngineLayout
 from pd_transfer.core.messages import one_line
 from pd_transfer.core.params import PeerKey, Transfer
 from pd_transfer.core.peers import ConnectPeer
@@ -27,10 +28,11 @@ class WarmUp:
 class Connections:
     """The peers of one rank. A peer that was blamed is the scheduler's to greet anew, and stays as it is until then."""
 
-    def __init__(self, transport: PullTransport, policy: ReceivePolicy, rank: int) -> None:
+    def __init__(self, transport: PullTransport, policy: ReceivePolicy, rank: int, layout: EngineLayout) -> None:
         self._transport = transport
         self._policy = policy
         self._rank = rank
+        self._layout = layout
         self._peers: dict[PeerKey, RemotePeer] = {}
         self._warm_ups: dict[Transfer, WarmUp] = {}
         self._broken: set[PeerKey] = set()
@@ -47,7 +49,7 @@ class Connections:
 
         Trouble is blamed on the peer.
         """
-        self._peers[order.key] = RemotePeer.from_welcome(order.welcome, self._rank)
+        self._peers[order.key] = RemotePeer.from_welcome(order.welcome, self._rank, self._layout)
         if self._is_taken(order.key):
             self._broken.add(order.key)
         else:
@@ -63,13 +65,13 @@ class Connections:
         peer = self._peers[key]
         try:
             self._transport.add_peer(key, peer.served.memory, peer.rows)
-            # The first read sets the connection up; without it the first request would pay for that.
-            transfer = self._transport.submit_word_read(key, 0)
+            # First reads set connections up; without them the first request would pay for that.
+            for submit in (self._transport.submit_warm_up, lambda key: self._transport.submit_word_read(key, 0)):
+                self._warm_ups[submit(key)] = WarmUp(key, now + self._policy.read_seconds)
         except TransportError as error:
             reason = f"cannot connect: {error}"
             self.blame(key, reason)
             return reason
-        self._warm_ups[transfer] = WarmUp(key, now + self._policy.read_seconds)
         return None
 
     def blame(self, key: PeerKey, reason: str) -> None:

@@ -13,7 +13,7 @@ from pd_transfer.core.admissions import (
     StartReceive,
     TokensFound,
 )
-from pd_transfer.core.layout import BlockRun
+from pd_transfer.core.layout import BlockRuns
 from pd_transfer.core.messages import Malformed, Message, Refused, Renewed, one_line
 from pd_transfer.core.outcomes import Level, Outcome, Outcomes, Quantity
 from pd_transfer.core.params import Address, RemotePrefill, RequestId
@@ -91,7 +91,7 @@ class DecodeSide:
         return self._admissions.num_local_tokens(request_id)
 
     def allocated(
-        self, request_id: RequestId, num_external_tokens: int, needed: tuple[tuple[BlockRun, ...], ...], now: float
+        self, request_id: RequestId, num_external_tokens: int, needed: tuple[BlockRuns, ...], now: float
     ) -> None:
         """vLLM has allocated the blocks that the tokens will be loaded into."""
         self._do(self._admissions.allocated(request_id, num_external_tokens, needed, now))

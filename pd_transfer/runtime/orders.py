@@ -25,7 +25,8 @@ class WorkerDescription:
 class StepOrders:
     """Orders of one step, to be carried out in the order of the fields.
 
-    Retired peers go first, because the same engine may be connected under a new key in the same step.
+    Retired peers go first, because the same engine may be connected under a new key in the same step. In a step that
+    ``is_idle`` nothing is computed.
     """
 
     words: list[WordBatch] = field(default_factory=list)
@@ -33,6 +34,7 @@ class StepOrders:
     connects: list[ConnectPeer] = field(default_factory=list)
     receives: list[StartReceive] = field(default_factory=list)
     aborts: list[AbortReceive] = field(default_factory=list)
+    is_idle: bool = False
 
 
 @dataclass(frozen=True, slots=True)

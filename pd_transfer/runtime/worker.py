@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pd_transfer.core.admissions import AbortReceive, StartReceive
-from pd_transfer.core.layout import DescriptorRow, EngineLayout
+from pd_transfer.core.layout import EngineLayout
 from pd_transfer.core.messages import one_line
-from pd_transfer.core.outcomes import Level, Outcome, Quantity
+from pd_transfer.core.outcomes import Level, Outcome
 from pd_transfer.core.params import PeerKey, RequestId, Transfer
 from pd_transfer.core.peers import ConnectPeer, RetirePeer
 from pd_transfer.core.plan import ReadPlan, Uncovered
@@ -34,6 +34,7 @@ from pd_transfer.core.receives import (
 from pd_transfer.errors import TransportError
 from pd_transfer.runtime.connections import Connections
 from pd_transfer.runtime.orders import ReceiveResult, StepOrders, WorkerReport
+from pd_transfer.runtime.remote import quantities
 from pd_transfer.transport.base import PullTransport
 
 logger = logging.getLogger("pd_transfer.worker")
@@ -42,6 +43,9 @@ POLL_SECONDS = 0.0001
 """Between polls while a read is young: below the cost of one engine step, above what would burn a core."""
 SLOW_POLL_SECONDS = 0.001
 FAST_POLL_COUNT = 50
+IDLE_PATIENCE_SECONDS = 0.002
+"""How long a step that computes nothing waits for a read to end. vLLM sleeps half as long after such a step, whatever
+has ended meanwhile, and needs one more step to hear of it (docs/adr/0012)."""
 _INTERNAL_ERROR = "an internal error, see the log above"
 
 
@@ -81,16 +85,13 @@ class PullLoop:
         policy: ReceivePolicy,
         rank: int,
         layout: EngineLayout,
-        local_rows: list[DescriptorRow],
         after_read: Callable[[ReceiveRequest], None] = lambda _: None,
     ) -> None:
         """``after_read`` is called between the last byte and the lease word; tests damage blocks there."""
         self._transport = transport
-        self._layout = layout
-        self._local_rows = local_rows
         self._after_read = after_read
         self._book = ReceiveBook(policy)
-        self._connections = Connections(transport, policy, rank)
+        self._connections = Connections(transport, policy, rank, layout)
         self._outstanding: dict[RequestId, Outstanding] = {}
         self.report = WorkerReport()
 
@@ -130,15 +131,16 @@ class PullLoop:
     def _plan(self, order: StartReceive) -> ReceiveRequest:
         peer = self._connections.find(order.peer)
         if peer is not None:
-            return peer.request(order, self._layout)
+            return peer.request(order)
         plan = Uncovered(f"{order.peer} is not connected")
         return ReceiveRequest(order.request_id, order.peer, plan, order.grant.slot, 0, order.num_tokens)
 
     def poll(self, now: float) -> None:
         """Look at every outstanding transfer and at the deadlines once."""
-        for request_id, outstanding in list(self._outstanding.items()):
-            if self._outstanding.get(request_id) is outstanding:
-                self._poll_receive(request_id, outstanding, now)
+        for request_id in list(self._outstanding):
+            # Again at once after an end: a lease word on the same host is there as soon as it is asked for.
+            while (outstanding := self._outstanding.get(request_id)) and self._has_ended(request_id, outstanding, now):
+                pass
         if reason := self._connections.poll(now):
             self._rebuild((), reason, now)
         self._act(self._book.pass_time(now), now)
@@ -153,11 +155,12 @@ class PullLoop:
             actions = self._book.not_reconnected(key, trouble, now) if trouble else self._book.reconnected(key, now)
             self._act(actions, now)
 
-    def _poll_receive(self, request_id: RequestId, outstanding: Outstanding, now: float) -> None:
+    def _has_ended(self, request_id: RequestId, outstanding: Outstanding, now: float) -> bool:
+        """Look at a receive's transfer, and go on with the receive if that has ended."""
         event: ReceiveEvent
         try:
             if not self._transport.poll(outstanding.transfer):
-                return
+                return False
         except TransportError as error:
             self._transport.release(outstanding.transfer)
             event = TransferFailed(request_id, str(error))
@@ -169,6 +172,7 @@ class PullLoop:
                 event = ReadCompleted(request_id)
         del self._outstanding[request_id]
         self._act(self._book.handle(event, now), now)
+        return True
 
     def _act(self, actions: Sequence[ReceiveAction], now: float) -> None:
         # Reports first: the book has forgotten their receives, so that nobody would make up for one that is skipped.
@@ -211,21 +215,11 @@ class PullLoop:
         request, plan = action.request, action.request.plan
         result = ReceiveResult(request.request_id, action.outcome, action.reason)
         if action.outcome is Outcome.RECEIVE_VERIFIED and isinstance(plan, ReadPlan):
-            quantities = self._measure(request, plan, action.seconds)
-            result = ReceiveResult(request.request_id, action.outcome, "", plan.num_blocks_by_group, quantities)
+            moved = quantities(request, plan, action.seconds)
+            result = ReceiveResult(request.request_id, action.outcome, "", plan.num_blocks_by_group, moved)
         elif action.outcome in (Outcome.RECEIVE_FAILED, Outcome.RECEIVE_TIMED_OUT):
             self._connections.blame(request.peer, action.reason)
         self.report.results.append(result)
-
-    def _measure(self, request: ReceiveRequest, plan: ReadPlan, seconds: float) -> Counter[Quantity]:
-        peer = self._connections.find(request.peer)
-        assert peer is not None  # it was read from
-        try:
-            return peer.quantities(request, plan, seconds, self._local_rows)
-        except Exception:
-            logger.exception("internal error: a good read is not measured")
-            self.report.outcomes[Outcome.INTERNAL_ERROR] += 1
-            return Counter()
 
     def _rebuild(self, peers: Iterable[PeerKey], reason: str, now: float) -> None:
         logger.error("the pull agent is destroyed and rebuilt, and its peers are connected anew: %s", reason)
@@ -283,20 +277,31 @@ class PullLoop:
 class PullThread:
     """Runs a PullLoop in a thread of its own. ``post`` and ``take_report`` belong to vLLM's thread."""
 
-    def __init__(self, loop: PullLoop, transport: PullTransport, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        loop: PullLoop,
+        transport: PullTransport,
+        clock: Callable[[], float] = time.monotonic,
+        idle_patience_seconds: float = IDLE_PATIENCE_SECONDS,
+    ) -> None:
         self._loop = loop
         self._transport = transport
         self._clock = clock
-        self._changed = threading.Condition()
+        self._idle_patience_seconds = idle_patience_seconds
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)
+        self._reported = threading.Condition(lock)
         self._inbox: deque[tuple[Fence, list[Order]]] = deque()
         self._report = WorkerReport()
         self._levels: Counter[Level] = Counter()
+        self._is_idle = False
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="pd-transfer-pull", daemon=True)
         self._thread.start()
 
     def post(self, orders: StepOrders, fence: Fence) -> None:
         """Hand over one step's orders, to be begun once the fence has passed."""
+        self._is_idle = orders.is_idle
         batch: list[Order] = [*orders.retires, *orders.connects, *orders.receives, *orders.aborts]
         if batch:
             with self._changed:
@@ -304,14 +309,20 @@ class PullThread:
                 self._changed.notify()
 
     def take_report(self) -> WorkerReport:
-        """What has happened since the last call."""
-        with self._changed:
+        """What has happened since the last call. In an idle step, wait a little for a receive to end."""
+        with self._reported:
+            if self._is_idle:
+                self._reported.wait_for(
+                    lambda: self._report.results or not self._num_receives(), self._idle_patience_seconds
+                )
             report, self._report = self._report, WorkerReport()
             report.levels = Counter(self._levels)
-            report.levels[Level.RECEIVES] += sum(
-                isinstance(order, StartReceive) for _, batch in self._inbox for order in batch
-            )
+            report.levels[Level.RECEIVES] = self._num_receives()
         return report
+
+    def _num_receives(self) -> int:
+        ordered = sum(isinstance(order, StartReceive) for _, batch in self._inbox for order in batch)
+        return self._levels[Level.RECEIVES] + ordered
 
     def close(self) -> None:
         """Stop the thread and destroy the agent. No read can write afterwards."""
@@ -331,6 +342,7 @@ class PullThread:
                 if self._closing:
                     return
                 batch = self._inbox.popleft()[1] if self._is_ready() else []
+                self._levels[Level.RECEIVES] += sum(isinstance(order, StartReceive) for order in batch)
             if batch:
                 num_polls = 0
             self._turn(batch)
@@ -365,3 +377,4 @@ class PullThread:
             self._report.add(self._loop.report)
             self._loop.report = WorkerReport()
             self._levels = self._loop.levels()
+            self._reported.notify()

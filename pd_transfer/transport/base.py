@@ -62,6 +62,12 @@ class PullTransport(Protocol):
     def submit_word_read(self, key: PeerKey, slot: int) -> Transfer:
         """Start reading the peer's lease word ``slot``. Raises TransportError as ``submit_read`` does."""
 
+    def submit_warm_up(self, key: PeerKey) -> Transfer:
+        """Start a read that brings nothing, the way that blocks come: the first of them sets a connection up.
+
+        Lease words may come another way, and have to be warmed up by themselves. Raises as ``submit_read`` does.
+        """
+
     def poll(self, transfer: Transfer) -> bool:
         """True once every byte has arrived, False while it is outstanding. Raises TransportError when it failed.
 

@@ -210,6 +210,10 @@ class MemoryPullTransport:
         copy = _Copy(words.address + slot * WORD_BYTES, ctypes.addressof(landing), WORD_BYTES)
         return self._start(peer, (copy,), landing)
 
+    def submit_warm_up(self, key: PeerKey) -> Transfer:
+        """See ``PullTransport``. Here there is nothing to set up."""
+        return self.submit_word_read(key, 0)
+
     def poll(self, transfer: Transfer) -> bool:
         """See ``PullTransport``."""
         return self._read(transfer).advance()

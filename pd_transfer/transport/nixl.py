@@ -22,10 +22,13 @@ from pd_transfer.transport.base import Indices, invalid_remote, invalid_rows
 from pd_transfer.transport.nixl_agent import NixlAgent
 
 _NUM_LANDING_WORDS = 4096
+_WASTE = np.array([_NUM_LANDING_WORDS, _NUM_LANDING_WORDS + 1], dtype=np.int32)
+"""Landing words that nobody looks at. Two, because a read of one descriptor is not for the worker thread."""
 _DRAIN_SECONDS = 2.0
 """How long ``rebuild`` and ``close`` wait while no outstanding read ends. A copy on the same host is a matter of ms."""
-_PULL_BACKEND_PARAMS = {"num_threads": "1", "split_batch_size": "1"}
-"""A read goes to the worker thread when it has at least ``split_batch_size`` descriptors: here, always."""
+_PULL_BACKEND_PARAMS = {"num_threads": "1", "split_batch_size": "2"}
+"""A read goes to the worker thread when at least ``split_batch_size`` descriptors are left after merging. A lease word,
+which is one, does not wait there behind others' KV (docs/adr/0012)."""
 
 
 class NixlServeTransport:
@@ -72,8 +75,8 @@ class NixlPullTransport:
     """Reads peers' blocks into ``rows``, which must lie in ``region`` (ValueError otherwise).
 
     ``backend_params`` as in ``NixlServeTransport``. With ``capture_telemetry``, ``num_descriptors`` can tell how well a
-    read was merged. To submit a read, even of a word, is to wait for the worker thread: up to as long as the reads that
-    are under way take.
+    read was merged. To submit a read of blocks is to wait for the worker thread: up to as long as the reads that are
+    under way take. A lease word does not go there.
     """
 
     def __init__(
@@ -141,6 +144,13 @@ class NixlPullTransport:
             initiator.landing.give_back(landing)
             raise
         return self._remember(_Outstanding(key, handle, landing))
+
+    def submit_warm_up(self, key: PeerKey) -> Transfer:
+        """See ``PullTransport``. The word read and this one use two workers of UCX, each with its own connection."""
+        initiator, peer = self._open(), self._peer(key)
+        twice = np.zeros(2, dtype=np.int32)
+        handle = initiator.agent.start_read(initiator.landing.descriptors, _WASTE, peer.words, twice)
+        return self._remember(_Outstanding(key, handle, None))
 
     def poll(self, transfer: Transfer) -> bool:
         """See ``PullTransport``."""
@@ -365,11 +375,11 @@ class _Landing:
     """Registered memory that lease words land in. A slot belongs to one read until that is over."""
 
     def __init__(self, agent: NixlAgent) -> None:
-        self._words = np.zeros(_NUM_LANDING_WORDS, dtype=np.uint64)
+        self._words = np.zeros(_NUM_LANDING_WORDS + len(_WASTE), dtype=np.uint64)
         self._free = list(range(_NUM_LANDING_WORDS))
         memory_range = MemoryRange(self._words.ctypes.data, self._words.nbytes)
         agent.register(memory_range)
-        row = DescriptorRow(memory_range.address, WORD_BYTES, WORD_BYTES, _NUM_LANDING_WORDS)
+        row = DescriptorRow(memory_range.address, WORD_BYTES, WORD_BYTES, len(self._words))
         self.descriptors = agent.prepare(None, [row], memory_range)
 
     def take(self) -> int:

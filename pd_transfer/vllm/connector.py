@@ -192,7 +192,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     @contained(PdMetadata)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """See vLLM."""
-        return self._as_scheduler.build_metadata()
+        return self._as_scheduler.build_metadata(scheduler_output)
 
     @contained(_nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

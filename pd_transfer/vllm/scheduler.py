@@ -4,19 +4,22 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from pd_transfer.config import PdConfig, advertised_host, bind_host, check_asker, may_ask, parse_host_port
 from pd_transfer.core.admissions import AdmissionBook, AskAgain
-from pd_transfer.core.layout import BlockRun
+from pd_transfer.core.layout import BlockRuns, num_leading_nulls
 from pd_transfer.core.leases import LeaseBook, LeasePolicy
 from pd_transfer.core.messages import EngineDescription, ModelIdentity, ServedRank
 from pd_transfer.core.outcomes import Level, Outcome
@@ -232,12 +235,10 @@ class SchedulerHalf:
                 raise
             half.allocated(request_id, num_external_tokens, needed, now)
 
-    def _needed(
-        self, blocks: KVCacheBlocks, num_local_tokens: int, num_external_tokens: int
-    ) -> tuple[tuple[BlockRun, ...], ...]:
+    def _needed(self, blocks: KVCacheBlocks, num_local_tokens: int, num_external_tokens: int) -> tuple[BlockRuns, ...]:
         return tuple(
             needed_runs(
-                [0 if block.block_hash is not None else block.block_id for block in table],
+                _ids_to_fill(table),
                 block_size,
                 num_local_tokens,
                 num_local_tokens + num_external_tokens,
@@ -245,7 +246,7 @@ class SchedulerHalf:
             for table, block_size in zip(blocks.blocks, self._block_sizes, strict=True)
         )
 
-    def build_metadata(self) -> PdMetadata:
+    def build_metadata(self, output: SchedulerOutput) -> PdMetadata:
         """The orders of the step that is about to run."""
         batch = None
         with self._running.prefill() as (prefill, now):
@@ -255,6 +256,7 @@ class SchedulerHalf:
         with self._running.decode() as (decode, _):
             orders = decode.take_orders() if decode is not None else StepOrders()
         orders.words = [batch] if batch is not None else []
+        orders.is_idle = output.total_num_scheduled_tokens == 0
         return PdMetadata(orders)
 
     def apply_output(self, output: KVConnectorOutput) -> None:
@@ -325,6 +327,12 @@ class SchedulerHalf:
         self._registrations.close()
         if self._runtime is not None:
             self._runtime.close()
+
+
+def _ids_to_fill(table: Sequence[KVCacheBlock]) -> list[int]:
+    """0 where nothing may be written: the null block, and hashed ones, which others may be reading."""
+    num_nulls = num_leading_nulls(table, attrgetter("is_null"))
+    return [0] * num_nulls + [0 if block.block_hash is not None else block.block_id for block in table[num_nulls:]]
 
 
 def data_parallel_rank(vllm_config: VllmConfig) -> int:

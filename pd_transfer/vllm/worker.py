@@ -116,7 +116,7 @@ class WorkerHalf:
             if damage is not None:
                 damage_block(request, layout, rows, *damage)
 
-        loop = PullLoop(transport, policy, get_tensor_model_parallel_rank(), layout, rows, after_read)
+        loop = PullLoop(transport, policy, get_tensor_model_parallel_rank(), layout, after_read)
         return PullThread(loop, transport)
 
     @property

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from pd_transfer.core.layout import unpack_runs
 from tests.adapter.fake_model import continuation, prompt_of
 from tests.adapter.geometry import HYBRID, MIXED_BLOCKS, PADDED, SINGLE, UNEQUAL_HEADS, Layer, layered
 from tests.adapter.oracle import memory_after, num_bytes, pages_to_read
@@ -188,9 +190,9 @@ def test_a_hashed_block_is_not_written_wherever_it_is(lab):
     tables = [[KVCacheBlock(100 * group + index + 1) for index in range(7)] for group in range(6)]
     tables[2][4]._block_hash = b"shared"
     connector.update_state_after_alloc(request, KVCacheBlocks(tuple(tables)), 99)
-    metadata = connector.build_connector_meta(None)
+    metadata = connector.build_connector_meta(SchedulerOutput.make_empty())
     (receive,) = metadata.orders.receives
-    runs = [[(run.index, run.block_id, run.count) for run in group] for group in receive.needed]
+    runs = [[tuple(run) for run in unpack_runs(group).tolist()] for group in receive.needed]
     # Without vLLM's null blocks every position is asked for, and the grant does not offer all: the request recovers.
     assert runs == [[(0, 1, 7)], [(0, 101, 7)], [(0, 201, 4), (5, 206, 2)], [(0, 301, 7)], [(0, 401, 7)], [(0, 501, 7)]]
     worker = decode.workers[0].connector

@@ -5,7 +5,7 @@ import time
 import pytest
 from vllm.v1.request import RequestStatus
 
-from pd_transfer.core.layout import BlockRun
+from pd_transfer.core.layout import RUN_BYTES, pack_runs
 from pd_transfer.core.params import parse_grant
 from tests.adapter.fake_model import continuation, prompt_of
 from tests.adapter.geometry import SINGLE
@@ -121,7 +121,7 @@ def test_a_grant_that_leaves_out_a_block_that_is_needed(lab, policy):
     lab.introduce(prefill, decode)
     params = lab.hand_off(prefill, PROMPT)
     groups = list(parse_grant(params["grant"]).claimed.groups)
-    groups[3] = groups[3][1:]
+    groups[3] = groups[3][RUN_BYTES:]
     decode.add("r", PROMPT, resealed(decode, params, groups=tuple(groups)))
     expect_failure(lab, decode, policy)
     assert decode.outcomes == {"receive_uncovered": 1}
@@ -131,8 +131,8 @@ def test_a_grant_that_leaves_out_a_block_that_is_needed(lab, policy):
     "changes",
     [
         {"groups": ()},
-        {"groups": ((BlockRun(0, 1, 2**40),),) * 6},
-        {"groups": ((BlockRun(-5, -5, 10**9), BlockRun(0, 0, 7)),) * 6},
+        {"groups": (pack_runs([0, 1, 2**31 - 1]),) * 6},
+        {"groups": (pack_runs([-5, -5, 10**9, 0, 0, 7]),) * 6},
         {"slot": -1},
         {"slot": 2**62},
         {"generation": 2**63},

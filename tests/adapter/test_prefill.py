@@ -4,6 +4,7 @@ import pytest
 import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
+from pd_transfer.core.layout import unpack_runs
 from pd_transfer.core.params import Grant, parse_grant
 from pd_transfer.vllm.prompts import why_not_split
 from tests.adapter.fake_model import continuation, next_token, prompt_of
@@ -48,7 +49,8 @@ def test_the_grant_names_every_block_that_the_last_token_looks_at(lab, layers, w
         (its_window,) = {layers[name].window for name in spec.layer_names}
         assert its_window in (None, window)
         size = spec.kv_cache_spec.block_size
-        named = {run.index + step: run.block_id + step for run in runs for step in range(run.count)}
+        rows = unpack_runs(runs).tolist()
+        named = {index + step: block_id + step for index, block_id, count in rows for step in range(count)}
         assert set(named) == {position // size for position in needed_positions(num_tokens, its_window)}
         assert named == {index: prefill.tables["prefill"][group][index] for index in named}
         assert 0 not in named.values()

@@ -30,7 +30,7 @@ from benchmarks.scale.model import (
 )
 from benchmarks.scale.subject import Subject
 from pd_transfer.config import PdConfig
-from pd_transfer.core.layout import invalid_layout
+from pd_transfer.core.layout import invalid_layout, unpack_runs
 from pd_transfer.core.messages import Welcome, decode, encode, invalid_welcome
 from pd_transfer.core.params import parse_grant
 from pd_transfer.sidechannel.dealers import num_places
@@ -104,7 +104,7 @@ def test_subjects_are_engines_that_fit():
     assert invalid_welcome(replace_heads(SMALL), welcome) is not None
     assert num_rows(SMALL) == 62
     grant = parse_grant(SMALL.grant("runs of 8"))
-    assert sum(run.count for runs in grant.claimed.groups for run in runs) == len(SMALL.block_ids())
+    assert unpack_runs(b"".join(grant.claimed.groups))[:, 2].sum() == len(SMALL.block_ids())
 
 
 def replace_heads(subject: Subject):

@@ -92,9 +92,9 @@ def test_what_is_posted_names_the_bytes_that_are_counted(subject):
 def test_numberings_merge_as_they_are_named(subject):
     num_layers = len(list(subject.layout.layers()))
     contiguous, _, scattered = (subject.reading(4, name) for name in NUMBERINGS)
-    assert contiguous.num_merged == num_layers
+    assert contiguous.plan.num_merged == num_layers
     assert contiguous.num_built_in_merged < num_layers
-    assert scattered.num_merged == len(scattered.plan.local)
+    assert scattered.plan.num_merged == len(scattered.plan.local)
     assert scattered.num_built_in_merged == len(scattered.built_in)
 
 

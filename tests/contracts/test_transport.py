@@ -79,6 +79,15 @@ class TestTransport:
         assert rig.pull.num_outstanding() == 0
         assert np.array_equal(rig.local.bytes, before)
 
+    def test_a_warm_up_brings_nothing(self, rig):
+        rig.add()
+        before = rig.local.bytes.copy()
+        transfer = rig.pull.submit_warm_up(PEER)
+        finish(rig.pull, transfer)
+        rig.pull.release(transfer)
+        assert rig.pull.num_outstanding() == 0
+        assert np.array_equal(rig.local.bytes, before)
+
     def test_peers_are_told_apart(self, rig):
         one, two = rig.add("one"), rig.add("two")
         first = rig.pull.submit_read(PeerKey("one"), indices(0), indices(0))
@@ -93,6 +102,7 @@ class TestTransport:
         for submit in (
             lambda: rig.pull.submit_read(PeerKey("nobody"), indices(0), indices(0)),
             lambda: rig.pull.submit_word_read(PeerKey("nobody"), 0),
+            lambda: rig.pull.submit_warm_up(PeerKey("nobody")),
         ):
             with pytest.raises(TransportError):
                 submit()

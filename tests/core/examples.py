@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from pd_transfer.core.layout import (
-    BlockRun,
+    BlockRuns,
     EngineLayout,
     GroupLayout,
     LayerLayout,
@@ -76,13 +76,16 @@ DIGEST = b"d" * 32
 NUM_TOKENS = 40
 
 
+GRANTED = (block_runs([5, 6, 7]), block_runs([0, 8, 9]))
+
+
 def make_grant(
     lease_id: str = "lease-1",
     boot: str = "boot-1",
     num_tokens: int = NUM_TOKENS,
     prompt_digest: bytes = DIGEST,
     layout: EngineLayout = LAYOUT,
-    groups: tuple[tuple[BlockRun, ...], ...] = (block_runs([5, 6, 7]), block_runs([0, 8, 9])),
+    groups: tuple[BlockRuns, ...] = GRANTED,
 ) -> Grant:
     return Grant(boot, LeaseId(lease_id), 3, 11, num_tokens, prompt_digest, layout.digest(), groups)
 

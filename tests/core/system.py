@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from pd_transfer.core.admissions import AbortReceive, AdmissionAction, AdmissionBook, StartReceive, TokensFound
-from pd_transfer.core.layout import block_runs
+from pd_transfer.core.layout import block_runs, unpack_runs
 from pd_transfer.core.lease_words import LeaseWords, word_value
 from pd_transfer.core.leases import LeaseBook, LeasePolicy, WordBatch
 from pd_transfer.core.messages import (
@@ -34,7 +34,7 @@ from pd_transfer.core.messages import (
 from pd_transfer.core.outcomes import Outcome
 from pd_transfer.core.params import Grant, LeaseId, PeerKey, RequestId, parse_grant, seal_grant
 from pd_transfer.core.peers import ConnectPeer, PeerBook, PeerPolicy, PeerState, RetirePeer, SendMessage
-from pd_transfer.core.plan import ReadPlan, needed_runs, plan_read
+from pd_transfer.core.plan import ReadPlan, ReadPlanner, needed_runs
 from pd_transfer.core.receives import (
     AbortRequested,
     ReadCompleted,
@@ -208,7 +208,8 @@ class Prefill:
         """I10: no granted word is left of any block that comes free."""
         freed = self.pool.drop(block_ids)
         for grant in self.grants:
-            if freed & {run.block_id + step for runs in grant.groups for run in runs for step in range(run.count)}:
+            runs = unpack_runs(b"".join(grant.groups)).tolist()
+            if freed & {block_id + step for _, block_id, count in runs for step in range(count)}:
                 assert not any(self.has_word(rank, grant) for rank in range(NUM_RANKS)), "I10"
 
     def has_word(self, rank: int, grant: Grant) -> bool:
@@ -310,7 +311,7 @@ class Worker:
 
     def plan(self, order: StartReceive) -> ReceiveRequest:
         welcome, grant = self.peers[order.peer], order.grant  # I3: a KeyError would be a peer that is gone
-        plan = plan_read(LAYOUT, welcome.engine.layout, order.needed, grant.groups)
+        plan = ReadPlanner(LAYOUT, welcome.engine.layout).plan(order.needed, grant.groups)
         assert isinstance(plan, ReadPlan)
         request = self.system.requests[order.request_id]
         local = {int(index) % NUM_BLOCKS for index in plan.local}

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_transfer.core.layout import (
-    BlockRun,
     DescriptorRow,
     EngineLayout,
     GroupLayout,
@@ -15,6 +14,9 @@ from pd_transfer.core.layout import (
     descriptor_rows,
     invalid_layout,
     layout_mismatch,
+    num_leading_nulls,
+    pack_runs,
+    unpack_runs,
 )
 from tests.core.examples import LAYOUT, make_layout
 
@@ -34,18 +36,30 @@ from tests.core.examples import LAYOUT, make_layout
     ],
 )
 def test_block_runs(block_ids, runs):
-    assert block_runs(block_ids) == tuple(BlockRun(*run) for run in runs)
+    assert unpack_runs(block_runs(block_ids)).tolist() == [list(run) for run in runs]
+    assert pack_runs([number for run in runs for number in run]) == block_runs(block_ids)
 
 
 def test_block_runs_start_where_they_are_told():
-    assert block_runs([0, 4, 5], first_index=7) == (BlockRun(8, 4, 2),)
+    assert block_runs([0, 4, 5], first_index=7) == pack_runs([8, 4, 2])
 
 
 @given(st.lists(st.integers(0, 6)), st.integers(0, 100))
 def test_block_runs_say_the_same_as_the_table(block_ids, first_index):
-    runs = block_runs(block_ids, first_index)
-    entries = {run.index + step: run.block_id + step for run in runs for step in range(run.count)}
+    runs = unpack_runs(block_runs(block_ids, first_index)).tolist()
+    entries = {index + step: block_id + step for index, block_id, count in runs for step in range(count)}
     assert entries == {index: block for index, block in enumerate(block_ids, first_index) if block}
+
+
+def test_leading_nulls_are_counted_where_they_are_one_object():
+    null, block = object(), object()
+    assert num_leading_nulls([null] * 5 + [block], lambda entry: entry is null) == 5
+    assert num_leading_nulls([null] * 5, lambda entry: entry is null) == 5
+    assert num_leading_nulls([block, null], lambda entry: entry is null) == 0
+    assert num_leading_nulls([], lambda entry: entry is null) == 0
+    # A block between nulls is not skipped, wherever the search has looked.
+    assert num_leading_nulls([null, block, null, null, null, block], lambda entry: entry is null) in (0, 1)
+    assert num_leading_nulls([object(), object()], lambda entry: entry is not block) == 0
 
 
 def test_layers_and_rows_go_group_by_group():

@@ -168,17 +168,23 @@ def test_a_forged_content_needs_the_key():
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "the grant has version none, this engine reads version 1"),
+        ("", "the grant has version none, this engine reads version 2"),
         (TEXT[:-1], "the grant is not base64"),
         ("\ud800", "the grant is not base64"),
         ("grün", "the grant is not base64"),
-        (base64.urlsafe_b64encode(b"\2" + RAW[1:]).decode(), "the grant has version 2, this engine reads version 1"),
+        (base64.urlsafe_b64encode(b"\1" + RAW[1:]).decode(), "the grant has version 1, this engine reads version 2"),
         (base64.urlsafe_b64encode(RAW[:1]).decode(), "the grant's content is malformed"),
         (base64.urlsafe_b64encode(RAW[:-1]).decode(), "the grant's content is malformed"),
     ],
 )
 def test_texts_that_are_no_grants(text, reason):
     assert parse_grant(text) == reason
+
+
+def test_runs_of_a_grant_are_whole():
+    *others, (first, *rest) = msgspec.structs.astuple(GRANT)
+    payload = msgspec.msgpack.encode([*others, [first[:-1], *rest]])
+    assert unsealed(RAW[:17] + payload) == "the grant's content is malformed"
 
 
 @pytest.mark.parametrize("claims", [{"lease_id": "x" * 65}, {"boot": "x" * 65}])

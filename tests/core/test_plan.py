@@ -11,15 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_transfer.core.layout import (
-    BlockRun,
+    BlockRuns,
+    DescriptorRow,
     EngineLayout,
     GroupLayout,
     LayerLayout,
     block_runs,
     descriptor_rows,
     layout_mismatch,
+    pack_runs,
+    unpack_runs,
 )
-from pd_transfer.core.plan import ReadPlan, Uncovered, needed_runs, num_merged, plan_read
+from pd_transfer.core.plan import ReadPlan, ReadPlanner, Uncovered, needed_runs
 from tests.core.examples import LAYOUT, PAGE_BYTES, make_layout
 
 
@@ -45,7 +48,6 @@ FULL = [f"full.{layer}" for layer in range(5)]
 GEMMA_GROUPS = [*(SLIDING[start : start + 5] for start in range(0, 29, 5)), FULL]
 GEMMA_WINDOWS = [*[WINDOW] * 6, None]
 GEMMA = make_layout(*GEMMA_GROUPS, num_blocks=NUM_BLOCKS, block_size_tokens=BLOCK)
-GEMMA_ROWS = descriptor_rows(GEMMA, 1 << 30)
 
 
 def gemma_plan(num_prompt_tokens: int, local_ids: Iterator[int], remote_ids: Iterator[int]) -> ReadPlan:
@@ -56,7 +58,7 @@ def gemma_plan(num_prompt_tokens: int, local_ids: Iterator[int], remote_ids: Ite
         local = vllm_table(num_tokens, BLOCK, window, local_ids)
         needed.append(needed_runs(local, BLOCK, 0, num_tokens))
         granted.append(block_runs(vllm_table(num_tokens, BLOCK, window, remote_ids)))
-    plan = plan_read(GEMMA, GEMMA, needed, granted)
+    plan = ReadPlanner(GEMMA, GEMMA).plan(needed, granted)
     assert isinstance(plan, ReadPlan)
     return plan
 
@@ -65,7 +67,7 @@ def test_seed_example_flat():
     """Without the hybrid manager: one group of 34 layers, every block of every layer."""
     flat = make_layout([*SLIDING, *FULL], num_blocks=NUM_BLOCKS, block_size_tokens=BLOCK)
     runs = block_runs(range(1, 64))
-    assert len(plan_read(flat, flat, [runs], [runs]).local) == 63 * 34 == 2142
+    assert len(ReadPlanner(flat, flat).plan([runs], [runs]).local) == 63 * 34 == 2142
 
 
 def test_seed_example_hybrid():
@@ -79,14 +81,14 @@ def test_seed_example_hybrid():
 
 def test_seed_example_merges_to_a_run_per_layer_when_ids_are_contiguous():
     plan = gemma_plan(PROMPT_TOKENS, count(1), count(500))
-    assert num_merged(plan, GEMMA_ROWS, GEMMA_ROWS) == 34
+    assert plan.num_merged == 34
 
 
 @pytest.mark.parametrize(("local_step", "remote_step"), [(2, 2), (1, 2), (2, 1), (1, -1)])
 def test_seed_example_does_not_merge_when_ids_lie_apart(local_step, remote_step):
     """One scattered side is enough."""
     plan = gemma_plan(PROMPT_TOKENS, count(1, local_step), count(5000, remote_step))
-    assert num_merged(plan, GEMMA_ROWS, GEMMA_ROWS) == 808
+    assert plan.num_merged == 808
 
 
 @pytest.mark.parametrize(
@@ -102,8 +104,8 @@ def test_seed_example_does_not_merge_when_ids_lie_apart(local_step, remote_step)
 def test_seed_example_has_17_window_blocks_for_3970_to_4031_prompt_tokens(num_prompt_tokens, window_blocks):
     num_tokens = num_prompt_tokens - 1
     table = vllm_table(num_tokens, BLOCK, WINDOW, count(1))
-    (run,) = needed_runs(table, BLOCK, 0, num_tokens)
-    assert range(run.index, run.index + run.count) == window_blocks
+    ((index, _, num_blocks),) = unpack_runs(needed_runs(table, BLOCK, 0, num_tokens)).tolist()
+    assert range(index, index + num_blocks) == window_blocks
 
 
 # ---------------------------------------------------------------------------------------------------------- least bytes
@@ -258,7 +260,7 @@ def test_exactly_the_least_is_read(case):
         )
         for group, table in zip(case.local.groups, case.local.tables, strict=True)
     ]
-    plan = plan_read(local, remote, needed, [block_runs(table) for table in case.remote.tables])
+    plan = ReadPlanner(local, remote).plan(needed, [block_runs(table) for table in case.remote.tables])
     assert isinstance(plan, ReadPlan)
     least = {
         (layer, case.local.at(layer, position), case.remote.at(layer, position))
@@ -270,14 +272,15 @@ def test_exactly_the_least_is_read(case):
     assert reads(plan, local, remote) == least
     page_bytes = {layer.name: layer.page_bytes for layer in local.layers()}
     assert plan.num_bytes == sum(page_bytes[layer] for layer, _, _ in least)
+    assert plan.num_merged == merged_one_by_one(plan, local, remote)
     assert all(local_block and remote_block for _, local_block, remote_block in least)
 
 
 # ------------------------------------------------------------------------------------------------------------ positions
 
 
-def runs(*entries: tuple[int, int, int]) -> tuple[BlockRun, ...]:
-    return tuple(BlockRun(*entry) for entry in entries)
+def runs(*entries: tuple[int, int, int]) -> BlockRuns:
+    return pack_runs([number for entry in entries for number in entry])
 
 
 def pairs(plan: ReadPlan) -> list[tuple[int, int]]:
@@ -310,7 +313,7 @@ ONE_LAYER = make_layout(["a"])
     ],
 )
 def test_blocks_are_paired_by_position(needed, granted, expected):
-    plan = plan_read(ONE_LAYER, ONE_LAYER, [needed], [granted])
+    plan = ReadPlanner(ONE_LAYER, ONE_LAYER).plan([needed], [granted])
     assert pairs(plan) == expected
     assert plan.local.dtype == plan.remote.dtype == np.int32
     assert plan.num_blocks_by_group == (len(expected),)
@@ -331,82 +334,102 @@ def test_blocks_are_paired_by_position(needed, granted, expected):
         (runs((0, 5, 1)), runs((0, -5, 1)), 0),
         (runs((0, 5, 1)), runs((0, 50, -1)), 0),
         (runs((0, 5, 1)), runs((0, 50, 0)), 0),
-        (runs((0, 5, 1)), runs((0, 1 << 63, 1)), 0),
-        (runs((0, 5, 1)), runs((-(1 << 62), 1, 1 << 63)), 0),
+        (runs((0, 5, 1)), runs((0, 2**31 - 1, 2**31 - 1)), 0),
+        (runs((0, 5, 1)), runs((-(2**31), 1, 2**31 - 1)), 0),
+        (runs((0, 5, 1)), runs((2**31 - 1, 1, 2**31 - 1)), 0),
+        # Not even for the group before or after it.
+        (runs((2**31 - 1, 5, 1)), runs((0, 1, 50)), 2**31 - 1),
     ],
 )
 def test_what_is_not_granted_is_named(needed, granted, position):
     local = make_layout(["other"], ["a"])
     remote = make_layout(["a"], ["other"])
-    plan = plan_read(local, remote, [(), needed], [granted, ()])
+    plan = ReadPlanner(local, remote).plan([runs(), needed], [granted, runs()])
     assert plan == Uncovered(f"group 1 needs the block at position {position}, which is not granted")
 
 
 def test_a_grant_for_another_number_of_groups():
-    assert plan_read(LAYOUT, LAYOUT, [(), ()], [()]) == Uncovered("the grant lists 1 groups, the peer has 2")
-    assert plan_read(LAYOUT, LAYOUT, [()], [(), ()]) == Uncovered(
-        "1 groups of blocks are to be filled, this engine has 2"
-    )
+    planner = ReadPlanner(LAYOUT, LAYOUT)
+    assert planner.plan([runs(), runs()], [runs()]) == Uncovered("the grant lists 1 groups, the peer has 2")
+    reason = "1 groups of blocks are to be filled, this engine has 2"
+    assert planner.plan([runs()], [runs(), runs()]) == Uncovered(reason)
 
 
 def test_groups_are_matched_by_their_layers():
     """A local group may span remote ones, and the other way round; an empty group costs nothing."""
     local = make_layout(["a", "b"], ["c"], ["d"])
     remote = make_layout(["d", "c"], ["b"], ["a"], num_blocks=50)
-    plan = plan_read(
-        local, remote, [runs((0, 5, 1)), runs((1, 7, 1)), ()], [runs((0, 20, 2)), runs((0, 30, 1)), runs((0, 40, 1))]
+    plan = ReadPlanner(local, remote).plan(
+        [runs((0, 5, 1)), runs((1, 7, 1)), runs()], [runs((0, 20, 2)), runs((0, 30, 1)), runs((0, 40, 1))]
     )
     assert reads(plan, local, remote) == {("a", 5, 40), ("b", 5, 30), ("c", 7, 21)}
     assert plan.num_blocks_by_group == (1, 1, 0)
 
 
 def test_nothing_needed_is_a_plan_without_descriptors():
-    plan = plan_read(LAYOUT, LAYOUT, [(), ()], [(), ()])
+    plan = ReadPlanner(LAYOUT, LAYOUT).plan([runs(), runs()], [runs(), runs()])
     assert (len(plan.local), plan.num_bytes, plan.num_blocks_by_group) == (0, 0, (0, 0))
-    assert num_merged(plan, descriptor_rows(LAYOUT, 0), descriptor_rows(LAYOUT, 0)) == 0
+    assert plan.num_merged == 0
 
 
 def test_only_blocks_between_the_local_tokens_and_the_last_are_needed():
     table = [0, 4, 0, 0, 7, 8]
     assert needed_runs(table, 16, 0, 80) == runs((1, 4, 1), (4, 7, 1))
     assert needed_runs(table, 16, 32, 81) == runs((4, 7, 2))
-    assert needed_runs(table, 16, 80, 80) == ()
+    assert needed_runs(table, 16, 80, 80) == runs()
     assert needed_runs(table, 16, 70, 79) == runs((4, 7, 1))  # a block that is present in part is read again
-    assert needed_runs((), 16, 0, 80) == ()
+    assert needed_runs([], 16, 0, 80) == runs()
 
 
 # -------------------------------------------------------------------------------------------------------------- merging
 
 
-def merged(pairs: Sequence[tuple[int, int]], local: EngineLayout, remote: EngineLayout) -> int:
-    indices = np.array(pairs, dtype=np.int32).reshape(-1, 2)
-    plan = ReadPlan(indices[:, 0], indices[:, 1], 0, ())
-    return num_merged(plan, descriptor_rows(local, 0), descriptor_rows(remote, 0))
+def merged_one_by_one(plan: ReadPlan, local: EngineLayout, remote: EngineLayout) -> int:
+    """NIXL's rule, descriptor by descriptor, on the addresses themselves."""
+    local_rows, remote_rows = descriptor_rows(local, 1 << 30), descriptor_rows(remote, 1 << 40)
+
+    def place(index: int, rows: Sequence[DescriptorRow], num_blocks: int) -> tuple[int, int, bool]:
+        row = rows[index // num_blocks]
+        return index // num_blocks, index % num_blocks, row.stride_bytes == row.length_bytes
+
+    num_merged, last = 0, None
+    for to, of in zip(plan.local.tolist(), plan.remote.tolist(), strict=True):
+        here = place(to, local_rows, local.num_blocks), place(of, remote_rows, remote.num_blocks)
+        joins = last is not None and all(new == (old[0], old[1] + 1, True) for old, new in zip(last, here, strict=True))
+        num_merged += not joins
+        last = here
+    return num_merged
 
 
 TWO_LAYERS = make_layout(["a", "b"], num_blocks=10)
+TWO_GROUPS = make_layout(["a"], ["b"], num_blocks=10)
 
 
 @pytest.mark.parametrize(
-    ("pairs", "expected"),
+    ("needed", "granted", "expected"),
     [
-        ([(1, 1)], 1),
-        ([(1, 5), (2, 6), (3, 7)], 1),
-        ([(1, 5), (2, 7)], 2),
-        ([(1, 5), (3, 6)], 2),
-        ([(2, 5), (1, 4)], 2),
-        ([(9, 5), (10, 6)], 2),  # from one layer to the next, locally
-        ([(5, 9), (6, 10)], 2),  # and remotely
-        ([(1, 1), (2, 2), (11, 11), (12, 12)], 2),
+        (runs((0, 1, 1)), runs((0, 1, 1)), 2),
+        (runs((0, 1, 3)), runs((0, 5, 3)), 2),
+        (runs((0, 1, 2)), runs((0, 5, 1), (1, 7, 1)), 4),
+        (runs((0, 1, 1), (1, 3, 1)), runs((0, 5, 2)), 4),
+        (runs((0, 2, 1), (1, 1, 1)), runs((0, 5, 1), (1, 4, 1)), 4),
+        (runs((0, 1, 1), (5, 2, 1)), runs((0, 5, 1), (5, 6, 1)), 2),  # not neighbours in the table, but in memory
+        (runs((0, 9, 1)), runs((0, 5, 1)), 2),  # from one layer to the next, locally
+        (runs((0, 5, 1)), runs((0, 9, 1)), 2),  # and remotely
     ],
 )
-def test_neighbours_merge_within_a_layer(pairs, expected):
-    assert merged(pairs, TWO_LAYERS, TWO_LAYERS) == expected
+def test_neighbours_merge_within_a_layer(needed, granted, expected):
+    plan = ReadPlanner(TWO_LAYERS, TWO_LAYERS).plan([needed], [granted])
+    assert plan.num_merged == merged_one_by_one(plan, TWO_LAYERS, TWO_LAYERS) == expected
+
+
+def test_the_last_block_of_a_group_and_the_first_of_the_next_do_not_merge():
+    plan = ReadPlanner(TWO_GROUPS, TWO_GROUPS).plan([runs((0, 4, 1)), runs((0, 5, 1))], [runs((0, 4, 1))] * 2)
+    assert plan.num_merged == 2
 
 
 def test_blocks_with_gaps_between_them_do_not_merge():
     layers = tuple(LayerLayout(name, slot * 256, 512, 256, "bf16") for slot, name in enumerate("ab"))
     interleaved = EngineLayout(10, 5120, (GroupLayout(16, layers),))
-    neighbours = [(1, 1), (2, 2), (3, 3)]
-    assert merged(neighbours, TWO_LAYERS, interleaved) == 3
-    assert merged(neighbours, interleaved, TWO_LAYERS) == 3
+    for local, remote in [(TWO_LAYERS, interleaved), (interleaved, TWO_LAYERS)]:
+        assert ReadPlanner(local, remote).plan([runs((0, 1, 3))], [runs((0, 1, 3))]).num_merged == 6

@@ -39,7 +39,7 @@ from pd_transfer.errors import InvalidTransitionError
 R1, R2 = RequestId("r1"), RequestId("r2")
 PEER, OTHER_PEER = PeerKey("peer#1"), PeerKey("other#2")
 WORD = 0x7_0000_000B
-PLAN = ReadPlan(np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32), 768, (3,))
+PLAN = ReadPlan(np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32), 768, 3, (3,))
 POLICY = ReceivePolicy(read_seconds=30, drain_seconds=20)
 TIMED_OUT = "no answer from peer#1 within 30 s"
 

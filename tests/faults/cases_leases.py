@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from pd_transfer.core.layout import BlockRun
+from pd_transfer.core.layout import pack_runs
 from pd_transfer.core.messages import Renew
 from pd_transfer.core.params import Grant
 from tests.faults.forwarder import Deed, Fault
@@ -122,7 +122,7 @@ def blocks_out_of_range_in_the_grant(run: Run) -> None:
     def change(raw: bytes) -> bytes:
         header, payload = raw[:_HEADER_BYTES], raw[_HEADER_BYTES:]
         grant = msgspec.msgpack.decode(payload, type=Grant)
-        groups = tuple((BlockRun(0, 1_000_000, 7),) for _ in grant.groups)
+        groups = (pack_runs([0, 1_000_000, 7]),) * len(grant.groups)
         return header + msgspec.msgpack.encode(msgspec.structs.replace(grant, groups=groups))
 
     _ask_changed(run, change)

@@ -244,7 +244,7 @@ class DecodeEnd:
         self.admissions = AdmissionBook(self.peers, 3.0, 60.0)
         self.side = DecodeSide(self.peers, self.admissions, lambda address: is_loopback(address.host))
         self.transport = pull_class(fabric, self.local.region, self.local.rows)
-        self.loop = PullLoop(self.transport, ReceivePolicy(10.0, 10.0), 0, layout, self.local.rows)
+        self.loop = PullLoop(self.transport, ReceivePolicy(10.0, 10.0), 0, layout)
         self.outcomes: Counter[Outcome] = Counter()
 
     def step(self, now: float) -> WorkerReport:

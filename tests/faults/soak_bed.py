@@ -238,7 +238,7 @@ class DecodeEngine:
     ) -> None:
         self.pages = Pages(NUM_LAYERS, NUM_BLOCKS, NUM_BLOCKS, PAGE_BYTES)
         transport = NixlPullTransport("soak-pull", self.pages.region, self.pages.rows, backend_params=backend_params)
-        loop = PullLoop(transport, RECEIVES, 0, self.pages.layout, self.pages.rows, after_read)
+        loop = PullLoop(transport, RECEIVES, 0, self.pages.layout, after_read)
         self._pull = PullThread(loop, transport)
         peers = PeerBook(PEERS, engine(self.pages.layout, "decode", "boot-d"))
         side = DecodeSide(peers, AdmissionBook(peers, RENEWAL_SECONDS, LEASES.max_seconds), lambda _: True)

@@ -121,6 +121,9 @@ class StagedPull:
         self._proof_is_next = False
         return self._begin(read)
 
+    def submit_warm_up(self, key: PeerKey) -> Transfer:
+        return self._begin(_Read(lambda: self._inner.submit_warm_up(key)))
+
     def _begin(self, read: _Read) -> Transfer:
         if not self._is_held(read.before):
             read.inner = read.submit()

@@ -154,7 +154,7 @@ class Reader:
         self.transport = self.transport_class(
             "stale-pull", self._pages.region, self._pages.rows, backend_params=way.backend_params
         )
-        self._loop = PullLoop(self.transport, ReceivePolicy(30, 30), 0, self._pages.layout, self._pages.rows)
+        self._loop = PullLoop(self.transport, ReceivePolicy(30, 30), 0, self._pages.layout)
         report = self._turns(connect_order(PEER, layout, [served]))
         assert not report.troubled_peers
 

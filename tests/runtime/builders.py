@@ -8,7 +8,6 @@ import numpy as np
 
 from pd_transfer.core.admissions import StartReceive
 from pd_transfer.core.layout import (
-    BlockRun,
     EngineLayout,
     GroupLayout,
     LayerLayout,
@@ -132,7 +131,7 @@ def grant(layout: EngineLayout, granted: Tables, slot: int = 0, generation: int 
 
 
 def receive_order(request_id: str, key: str, offer: Grant, needed: Tables) -> StartReceive:
-    runs: tuple[tuple[BlockRun, ...], ...] = tuple(block_runs(table) for table in needed)
+    runs = tuple(block_runs(table) for table in needed)
     return StartReceive(RequestId(request_id), PeerKey(key), offer, runs, offer.num_tokens)
 
 

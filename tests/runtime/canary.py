@@ -262,7 +262,6 @@ class DecodeRank:
             ReceivePolicy(read_seconds=30, drain_seconds=30),
             rank,
             geometry.local,
-            self.memory.rows,
             lambda request: self.after_read(request),
         )
 

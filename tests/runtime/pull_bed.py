@@ -59,6 +59,10 @@ class BuggyTransport(MemoryPullTransport):
         self._trip("submit_word_read")
         return super().submit_word_read(*arguments)
 
+    def submit_warm_up(self, *arguments):
+        self._trip("submit_warm_up")
+        return super().submit_warm_up(*arguments)
+
     def poll(self, *arguments):
         self._trip("poll")
         return super().poll(*arguments)
@@ -95,7 +99,6 @@ class Bed:
             ReceivePolicy(READ_SECONDS, DRAIN_SECONDS),
             0,
             self.layout,
-            self.local.rows,
             lambda request: self.after_read(request),
         )
         self.now = 100.0

@@ -10,7 +10,7 @@ from pd_transfer.core.messages import Hello, Welcome
 from pd_transfer.core.outcomes import Level, Outcome, Quantity
 from pd_transfer.core.params import Address, PeerKey, RequestId, parse_grant
 from pd_transfer.core.peers import ConnectPeer
-from pd_transfer.core.plan import plan_read
+from pd_transfer.core.plan import ReadPlanner
 from pd_transfer.runtime.damage import damage_block
 from pd_transfer.runtime.prefill import FinishedPrompt
 from tests.contracts.transport_rig import finish
@@ -180,8 +180,8 @@ def test_nixl_merges_as_many_descriptors_as_we_count(processes, seed):
     geometry = random_geometry(seed)
     with Pair(processes, geometry) as pair:
         (rank,) = pair.decode_ranks
-        plan = plan_read(
-            geometry.local, geometry.remote, [block_runs(table) for table in geometry.needed], pair.grant.groups
+        plan = ReadPlanner(geometry.local, geometry.remote).plan(
+            [block_runs(table) for table in geometry.needed], pair.grant.groups
         )
         transfer = rank.transport.submit_read(PeerKey(PEER), plan.local, plan.remote)
         finish(rank.transport, transfer)

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from pd_transfer.core.layout import BlockRun, block_runs
+from pd_transfer.core.layout import block_runs, pack_runs
 from pd_transfer.core.messages import (
     MAX_LEASES_PER_MESSAGE,
     Hello,
@@ -766,6 +766,6 @@ def test_a_grant_names_its_blocks_and_nothing_else(engines):
     prefill, _ = engines.prefill()
     sealed = parse_grant(prefill.hand_off()["grant"])
     assert sealed.claimed.groups == (
-        (BlockRun(0, 3, 3), BlockRun(3, 9, 1)),
-        (BlockRun(2, 7, 2),),
+        pack_runs([0, 3, 3, 3, 9, 1]),
+        pack_runs([2, 7, 2]),
     )
