@@ -23,7 +23,7 @@ from aiohttp import web
 
 from proxy.config import ConfigError, engine_url
 from proxy.errors import ProxyError
-from proxy.registry import Registry
+from proxy.registry import Origin, Registry
 from proxy.respond import json_response
 from proxy.routing import Role
 
@@ -93,7 +93,7 @@ class Admin:
 
     async def _add(self, request: web.Request) -> web.Response:
         named = await self._named(request)
-        self._registry.add(named.role, [_checked_url(named)], self._num_ranks)
+        self._registry.add(named.role, [_checked_url(named)], self._num_ranks, Origin.ADMIN)
         return self._done("added", named)
 
     async def _drain(self, request: web.Request) -> web.Response:
@@ -162,6 +162,7 @@ def engine_list(registry: Registry) -> list[dict[str, object]]:
         {
             "role": engine.role,
             "url": engine.url,
+            "origin": engine.origin,
             "standing": standing,
             "requests": engine.requests,
             "tokens": engine.tokens,

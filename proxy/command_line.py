@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from proxy.config import ConfigError, Limits, ProxyConfig, RoutingConfig, Timeouts, engine_url
-from proxy.routing import POLICIES
+from proxy.routing import POLICIES, Role
 from proxy.settings_file import arguments_of_file
 
 _LAST_PORT = 65535
@@ -62,6 +62,12 @@ def configuration(arguments: Sequence[str]) -> ProxyConfig:
         canary_seconds=given.canary,
         arguments=tuple(arguments),
     )
+
+
+def engines_named(arguments: Sequence[str]) -> dict[Role, list[str]]:
+    """The engines on a command line that was read before, without those in the file that it names."""
+    given = _parser().parse_args(arguments)
+    return {Role.PREFILL: given.prefill, Role.DECODE: given.decode}
 
 
 def _check_file(parser: argparse.ArgumentParser, path: Path, arguments: Sequence[str]) -> None:

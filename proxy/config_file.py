@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from proxy.config import ConfigError, ProxyConfig
-from proxy.registry import Registry
+from proxy.registry import Origin, Registry
 from proxy.routing import Role
 
 logger = logging.getLogger("proxy.config_file")
@@ -88,5 +88,5 @@ class ConfigFile:
                 self._registry.remove(role, url)
                 logger.info("%s engine %s is gone from the file; its open requests go on", role, url)
         if new := [url for url in after if url not in before]:
-            self._registry.add(role, new, self._config.routing.num_ranks)
+            self._registry.add(role, new, self._config.routing.num_ranks, Origin.FILE)
             logger.info("new %s engines: %s", role, ", ".join(new))

@@ -173,7 +173,8 @@ class Exchange:
             finally:
                 load.end()
             engine.health.answered()
-            request.story.prefilled(prefilled.request_id, prefilled.prompt_tokens)
+            request.story.prefilled(prefilled.request_id, prefilled.prompt_tokens, prefilled.handoff_tokens)
+            self._metrics.handoff_tokens.inc(prefilled.handoff_tokens)
             self._note_offer(engine, request.story, offered=prefilled.params is not None)
             return prefilled.params
 

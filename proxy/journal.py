@@ -32,8 +32,8 @@ _ERROR_CHARS = 500
 
 
 @dataclass
-class Record:
-    """What is told of one client request. Times are seconds; None means that it did not come to that."""
+class Course:
+    """How one client request went, and when. Times are seconds; None means that it did not come to that."""
 
     request_id: str
     endpoint: str
@@ -45,23 +45,17 @@ class Record:
     error: str | None = None
     seconds: float = 0.0
     """From the request's head to the end of its answer."""
+    queue_seconds: float | None = None
+    """Until its turn came; all of its time if it never did."""
     first_byte_seconds: float | None = None
-    answer_tokens: int | None = None
-    """As the engine counts them in the usage, if it told it."""
-    prompts: list[Story] = field(default_factory=list)
-    """One for each of the first ``KEPT_STORIES`` prompts that went through the two legs; none for what is only
-    forwarded."""
-    num_prompts: int = 0
-    """How many prompts there are in all."""
 
     def __post_init__(self) -> None:
         # No field, since it means nothing to anybody else.
         self._begun = perf_counter()
 
-    def tell_of(self, stories: Sequence[Story]) -> None:
-        """These are the prompts of the request."""
-        self.prompts = list(stories[:KEPT_STORIES])
-        self.num_prompts = len(stories)
+    def admitted(self) -> None:
+        """Its turn has come."""
+        self.queue_seconds = self._elapsed()
 
     def answering(self) -> None:
         """The first byte goes to the client."""
@@ -71,6 +65,8 @@ class Record:
         """Nothing more goes to the client. None is for an answer that nobody waited for."""
         self.status = status
         self.seconds = self._elapsed()
+        if self.queue_seconds is None:
+            self.queue_seconds = self.seconds
         self.outcome = self.outcome or (CLIENT_GONE if status is None else outcome_of(status))
 
     def broke(self, outcome: str, error: str) -> None:
@@ -78,13 +74,35 @@ class Record:
         self.outcome = self.outcome or outcome
         self.error = self.error or error[:_ERROR_CHARS]
 
+    def _elapsed(self) -> float:
+        return perf_counter() - self._begun
+
+
+@dataclass
+class Record(Course):
+    """What is told of one client request: its course, and what went through the proxy."""
+
+    request_bytes: int = 0
+    """The client's body; of one that was not read as a whole, the length that it announced."""
+    answer_bytes: int = 0
+    """What was written of the answer's body."""
+    answer_tokens: int | None = None
+    """As the engine counts them in the usage, if it told it."""
+    num_prompts: int = 0
+    """How many prompts there are in all."""
+    prompts: list[Story] = field(default_factory=list)
+    """One for each of the first ``KEPT_STORIES`` prompts that went through the two legs; none for what is only
+    forwarded."""
+
+    def tell_of(self, stories: Sequence[Story]) -> None:
+        """These are the prompts of the request."""
+        self.prompts = list(stories[:KEPT_STORIES])
+        self.num_prompts = len(stories)
+
     def answered(self, last: bytes) -> None:
         """The answer ended with these bytes."""
         if found := _ANSWER_TOKENS.findall(last[-_TAIL_BYTES:]):
             self.answer_tokens = int(found[-1])
-
-    def _elapsed(self) -> float:
-        return perf_counter() - self._begun
 
 
 class Journal:
@@ -97,7 +115,7 @@ class Journal:
 
     def note(self, record: Record) -> None:
         """A request has ended."""
-        self._metrics.request_ended(record.endpoint, record.outcome, record.first_byte_seconds)
+        self._metrics.request_ended(record.endpoint, record.outcome, record.first_byte_seconds, record.queue_seconds)
         self.recent.append(record)
         if record.outcome not in _FINE:
             self.failed.append(record)

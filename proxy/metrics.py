@@ -60,6 +60,11 @@ class Metrics:
             "Prefill replies without a hand-off: decode computed these prompts again",
             registry=self._registry,
         )
+        self.handoff_tokens = Counter(
+            "pd_proxy_handoff_tokens",
+            "Tokens whose KV prefill offered to decode",
+            registry=self._registry,
+        )
         self.releases = Counter(
             "pd_proxy_releases",
             "Hand-offs that no decode used, by whether prefill's KV was released",
@@ -76,6 +81,12 @@ class Metrics:
             buckets=_LEG_BUCKETS,
             registry=self._registry,
         )
+        self._queue_seconds = Histogram(
+            "pd_proxy_queue_seconds",
+            "How long a client's request waited for its turn",
+            buckets=_LEG_BUCKETS,
+            registry=self._registry,
+        )
         self._leg_seconds = Histogram(
             "pd_proxy_leg_seconds",
             "Time of one attempt on an engine: prefill's whole answer, decode's first byte",
@@ -84,9 +95,13 @@ class Metrics:
             registry=self._registry,
         )
 
-    def request_ended(self, endpoint: str, outcome: str, first_byte_seconds: float | None) -> None:
+    def request_ended(
+        self, endpoint: str, outcome: str, first_byte_seconds: float | None, queue_seconds: float | None
+    ) -> None:
         """Count a client's request by how it ended."""
         self._requests.labels(endpoint, outcome).inc()
+        if queue_seconds is not None:
+            self._queue_seconds.observe(queue_seconds)
         if first_byte_seconds is not None:
             self._first_byte_seconds.labels(endpoint).observe(first_byte_seconds)
 

@@ -76,5 +76,8 @@ class Operations:
         return json_response(200, status)
 
 
-_PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-"""The page loads nothing from anywhere and talks to this proxy only."""
+_PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+)
+"""The page loads nothing from anywhere and talks to this proxy only. Its icon is in it, and empty: a browser asks for
+one otherwise, and the proxy would pass that on to an engine."""

@@ -8,6 +8,7 @@ whoever decides about members calls ``add``, ``drain`` and ``remove``. An engine
 ``register`` and ``deregister``, which change nothing that an operator has decided.
 """
 
+import enum
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -23,16 +24,28 @@ FORGET_SECONDS = 120.0
 """An engine that registered itself is forgotten after so long without a sign of life: nobody else will remove it."""
 
 
+class Origin(enum.StrEnum):
+    """Who made an engine a member."""
+
+    COMMAND_LINE = "command_line"
+    FILE = "file"
+    ADMIN = "admin"
+    """An operator, by the admin API."""
+    REGISTERED = "registered"
+    """The engine itself: it may take itself out, and is forgotten when it is dead for long."""
+
+
 class Engine:
     """One engine in one role. ``num_ranks`` is its data-parallel size, if requests are to name a rank; else 0."""
 
-    def __init__(self, role: Role, url: str, num_ranks: int = 0) -> None:
+    def __init__(self, role: Role, url: str, num_ranks: int = 0, origin: Origin = Origin.COMMAND_LINE) -> None:
         self.role = role
         self.url = url
+        self.origin = origin
         self.health = Health()
         self.draining = False
-        self.last_sign: float | None = None
-        """When an engine that registered itself last did so or was found well; None for an operator's engine."""
+        self.last_sign = 0.0
+        """When an engine that registered itself last did so or was found well; means nothing for others."""
         self.offers_handoffs = True
         """Whether its last prefill came with a hand-off; True until it is known."""
         self.ejections = 0
@@ -114,27 +127,23 @@ class Registry:
         now = self._clock()
         return [(engine, engine.standing(now)) for engine in self.members()]
 
-    def add(self, role: Role, urls: Iterable[str], num_ranks: int = 0) -> None:
-        """Take engines into rotation, also those that were draining; a member's load and health are kept."""
+    def add(self, role: Role, urls: Iterable[str], num_ranks: int = 0, origin: Origin = Origin.COMMAND_LINE) -> None:
+        """Take engines into rotation, also those that were draining; a member's load, health and origin are kept."""
         for url in urls:
-            known = self._engines[role].setdefault(url, Engine(role, url, num_ranks))
+            known = self._engines[role].setdefault(url, Engine(role, url, num_ranks, origin))
             known.draining = False
 
     def register(self, role: Role, url: str, num_ranks: int = 0) -> bool:
         """An engine says that it serves; whether it is a new member. One that an operator drains goes on draining."""
-        known = self._engines[role].get(url)
-        if known is None:
-            self._engines[role][url] = new = Engine(role, url, num_ranks)
-            new.last_sign = self._clock()
-            return True
-        if known.last_sign is not None:
-            known.last_sign = self._clock()
-        return False
+        is_new = url not in self._engines[role]
+        known = self._engines[role].setdefault(url, Engine(role, url, num_ranks, Origin.REGISTERED))
+        known.last_sign = self._clock()
+        return is_new
 
     def deregister(self, role: Role, url: str) -> bool:
         """An engine says that it stops; whether it is forgotten, as those are that came by ``register``."""
         known = self._engines[role].get(url)
-        return known is not None and known.last_sign is not None and self.remove(role, url)
+        return known is not None and known.origin is Origin.REGISTERED and self.remove(role, url)
 
     def drain(self, role: Role, url: str) -> bool:
         """Give an engine no new requests; whether there is such an engine. Its open ones go on."""
@@ -174,7 +183,7 @@ class Registry:
         if after is not before:
             engine.ejections += before in TRUSTED and after not in TRUSTED
             logger.warning("%s engine %s was %s and is %s", engine.role, engine.url, before, after)
-        if engine.last_sign is None:
+        if engine.origin is not Origin.REGISTERED:
             return
         if found is Check.WELL:
             engine.last_sign = now

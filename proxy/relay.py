@@ -80,6 +80,8 @@ class Prefilled(NamedTuple):
     """Prefill's own id of the request, for logs; may be empty."""
     prompt_tokens: int
     """As prefill counted them; 0 if it does not say."""
+    handoff_tokens: int
+    """Of these, the ones whose KV it offers; 0 if it does not say."""
 
 
 def read_prefill_reply(reply: bytes) -> Prefilled:
@@ -89,10 +91,11 @@ def read_prefill_reply(reply: bytes) -> Prefilled:
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     usage = object_field(top, "usage")
-    tokens = int_field(usage, "prompt_tokens", int_field(usage, "input_tokens", 0))
+    tokens = _count_field(usage, "prompt_tokens") or _count_field(usage, "input_tokens")
     # A null, an empty object or anything that is no object offers nothing.
-    params = top[TRANSFER_PARAMS] if object_field(top, TRANSFER_PARAMS) else None
-    return Prefilled(params, text_field(top, "id"), tokens)
+    offered = object_field(top, TRANSFER_PARAMS)
+    params = top[TRANSFER_PARAMS] if offered else None
+    return Prefilled(params, text_field(top, "id"), tokens, _count_field(offered, "remote_num_tokens"))
 
 
 def decode_body(body: Body, params: msgspec.Raw | None) -> bytes:
@@ -133,6 +136,14 @@ def int_field(body: Body, name: str, default: int) -> int:
         return msgspec.json.decode(body[name], type=int, strict=False)
     except (KeyError, msgspec.DecodeError, UnicodeDecodeError):
         return default
+
+
+_LARGEST_COUNT = 1 << 53
+
+
+def _count_field(body: Body, name: str) -> int:
+    """A count that an engine tells; 0 if it tells none. Bounded, because it is added up and written down."""
+    return max(0, min(int_field(body, name, 0), _LARGEST_COUNT))
 
 
 _BYTES_PER_TOKEN = 4

@@ -29,6 +29,7 @@ def complete(request: web.Request, answer: Answer) -> web.Response:
     for name in _LENGTH_AND_CODING:
         headers.popall(name, None)
     headers[REQUEST_ID] = request[REQUEST_ID_KEY]
+    request[RECORD_KEY].answer_bytes = len(answer.body)
     return web.Response(status=answer.status, headers=headers, body=answer.body)
 
 
@@ -40,27 +41,31 @@ def json_response(status: int, value: object) -> web.Response:
 async def relay_reply(request: web.Request, reply: Reply, dialect: Dialect) -> web.StreamResponse:
     """Pass one reply on, byte by byte as it comes; closes it.
 
-    A stream of events that breaks off ends with an error event and the end mark. Any other body that breaks off ends
-    with a dropped connection, so that nobody takes the part for the whole.
+    A stream of events that breaks off ends with an error event and the end mark. The connection stays: it is in order,
+    and a client may have sent its next request on it already. Any other body that breaks off, or one whose length was
+    announced, ends with a dropped connection, so that nobody takes the part for the whole.
     """
     try:
         response = await _start(request, reply)
+        record = request[RECORD_KEY]
         is_event_stream = reply.is_event_stream
         last = b"\n\n"
         try:
             while chunk := await reply.next_chunk():
                 if is_event_stream and (error := error_event(chunk)) is not None:
-                    request[RECORD_KEY].broke(ERROR_EVENT, error.decode(errors="replace"))
+                    record.broke(ERROR_EVENT, error.decode(errors="replace"))
                 await response.write(chunk)
+                record.answer_bytes += len(chunk)
                 last = chunk
-            request[RECORD_KEY].answered(last)
+            record.answered(last)
         except EngineFailedError as failure:
-            request[RECORD_KEY].broke(BROKEN_STREAM, str(failure))
-            response.force_close()
-            if is_event_stream:
+            record.broke(BROKEN_STREAM, str(failure))
+            if is_event_stream and "Content-Length" not in response.headers:
                 told = failure.as_proxy_error()
                 blank_line = b"" if last.endswith(_BLANK_LINES) else b"\n\n"
-                await response.write(blank_line + dialect.end_of_stream(told.status, str(told), last))
+                end = blank_line + dialect.end_of_stream(told.status, str(told), last)
+                await response.write(end)
+                record.answer_bytes += len(end)
             elif request.transport is not None:
                 request.transport.abort()
         return response
@@ -87,6 +92,7 @@ async def relay_merged(request: web.Request, replies: Sequence[Reply], per_promp
 
 async def _merge_streams(request: web.Request, replies: Sequence[Reply], per_prompt: int) -> web.StreamResponse:
     response = await _start(request, replies[0])
+    record = request[RECORD_KEY]
     merger = StreamMerger(len(replies), per_prompt)
     # Only whole events are written, and one at a time, so that a failure can always be followed by an error event.
     writing = asyncio.Lock()
@@ -97,6 +103,7 @@ async def _merge_streams(request: web.Request, replies: Sequence[Reply], per_pro
             if merged := merger.merge(number, splitter.feed(chunk)):
                 async with writing:
                     await response.write(merged)
+                    record.answer_bytes += len(merged)
         if not merger.ended(number):
             raise EngineFailedError(FailureKind.LOST, "An engine ended its stream without an end mark")
 
@@ -105,12 +112,12 @@ async def _merge_streams(request: web.Request, replies: Sequence[Reply], per_pro
             for number, reply in enumerate(replies):
                 group.create_task(pump(number, reply))
         end = merger.finish()
-        request[RECORD_KEY].answered(end)
+        record.answered(end)
     except ExceptionGroup as failures:
-        request[RECORD_KEY].broke(BROKEN_STREAM, str(failures.exceptions[0]))
-        response.force_close()
+        record.broke(BROKEN_STREAM, str(failures.exceptions[0]))
         end = _end_of_stream(failures.exceptions[0])
     await response.write(end)
+    record.answer_bytes += len(end)
     return response
 
 

@@ -76,6 +76,7 @@ class Server:
     def _in_turn(self, handler: Handler) -> Handler:
         async def admitted(request: web.Request) -> web.StreamResponse:
             async with self._admission.admitted():
+                request[RECORD_KEY].admitted()
                 return await handler(request)
 
         return admitted
@@ -156,6 +157,7 @@ class Server:
         if not request.can_read_body:
             return None
         if request.content_type.startswith(_OPAQUE_TYPES) and "Content-Type" in request.headers:
+            request[RECORD_KEY].request_bytes = request.content_length or 0
             return Upload(request.content, self._config.timeouts.idle_seconds)
         data = await self._read_body(request)
         body = relay.parse_body(data)
@@ -166,7 +168,7 @@ class Server:
         """The client's body. Raises ``ProxyError`` if it is too large, cannot be read, or does not come."""
         try:
             async with asyncio.timeout(self._config.timeouts.idle_seconds):
-                return await request.read()
+                data = await request.read()
         except web.HTTPRequestEntityTooLarge as error:
             limit = self._config.limits.max_body_bytes
             raise ProxyError(413, f"The request body is larger than {limit} bytes") from error
@@ -174,3 +176,5 @@ class Server:
             raise ProxyError(400, f"The request body cannot be read: {error}") from error
         except TimeoutError as error:
             raise ProxyError(408, "The request body did not arrive in time") from error
+        request[RECORD_KEY].request_bytes = len(data)
+        return data

@@ -16,13 +16,13 @@ from proxy.admission import Admission
 from proxy.background import in_background
 from proxy.canary import Canary
 from proxy.checks import Checks
-from proxy.command_line import configuration
+from proxy.command_line import configuration, engines_named
 from proxy.config import ProxyConfig, Timeouts
 from proxy.config_file import ConfigFile
 from proxy.engines import KEEP_ALIVE_SECONDS, EngineClient
 from proxy.exchange import Exchange
 from proxy.operations import Operations
-from proxy.registry import Registry
+from proxy.registry import Origin, Registry
 from proxy.releases import Releases
 from proxy.routing import POLICIES, Role
 from proxy.server import Server
@@ -74,8 +74,7 @@ async def running(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
     token = None if config.admin_token_file is None else read_token(config.admin_token_file)
     policies = {Role.PREFILL: config.routing.prefill_policy, Role.DECODE: config.routing.decode_policy}
     registry = Registry({role: POLICIES[name] for role, name in policies.items()})
-    registry.add(Role.PREFILL, config.prefill_urls, config.routing.num_ranks)
-    registry.add(Role.DECODE, config.decode_urls, config.routing.num_ranks)
+    _add_members(registry, config)
     admission = Admission(config.limits)
     seen = sight(tracing_to(config.otlp_endpoint))
     seen.metrics.watch(registry, admission)
@@ -104,6 +103,15 @@ async def running(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
                     await admission.wait_idle()
             await releases.finish()
             await asyncio.to_thread(seen.tracing.close)
+
+
+def _add_members(registry: Registry, config: ProxyConfig) -> None:
+    if config.config_file is not None:
+        for role, urls in engines_named(config.arguments).items():
+            registry.add(role, urls, config.routing.num_ranks)
+    rest = Origin.COMMAND_LINE if config.config_file is None else Origin.FILE
+    registry.add(Role.PREFILL, config.prefill_urls, config.routing.num_ranks, rest)
+    registry.add(Role.DECODE, config.decode_urls, config.routing.num_ranks, rest)
 
 
 def _following(config: ProxyConfig, registry: Registry) -> list[Coroutine[None, None, NoReturn]]:

@@ -438,3 +438,16 @@ async def test_a_list_answered_with_something_else_is_a_bad_gateway():
         async with c.post(body=BODY | {"prompt": ["a", "b"]}) as response:
             assert response.status == 502
             await error_of(response)
+
+
+@asynchronous
+@pytest.mark.parametrize("prompt", ["one", ["a", "b"]], ids=["one", "list"])
+async def test_after_a_broken_stream_the_next_request_on_its_connection_is_answered(prompt):
+    async with cluster() as c, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as client:
+        for _ in range(20):
+            c.decodes[0].faults.append(Drop.IN_BODY)
+            # No client of HTTP repeats a POST by itself.
+            for _ in ("broken", "whole"):
+                body = {"model": "m", "prompt": prompt, "stream": True}
+                async with client.post(c.url + "/v1/completions", json=body) as response:
+                    assert (await response.read()).endswith(b"data: [DONE]\n\n")

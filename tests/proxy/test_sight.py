@@ -36,7 +36,8 @@ async def test_a_request_is_one_line_with_both_engines_and_both_ids(caplog, body
     caplog.set_level(logging.INFO)
     async with cluster(num_ranks=2) as c:
         async with c.post(body=body, headers={"X-Request-Id": "mine"}) as response:
-            await response.read()
+            answer = await response.read()
+        assert await c.metric("pd_proxy_handoff_tokens_total") == 7
         (line,) = lines(caplog)
         assert line["time"] > 1e9
         assert 0 < line["first_byte_seconds"] <= line["seconds"] if body is STREAM else line["seconds"] > 0
@@ -47,19 +48,24 @@ async def test_a_request_is_one_line_with_both_engines_and_both_ids(caplog, body
         assert prompt == {
             "mode": "remote",
             "prompt_tokens": 7,
+            "handoff_tokens": 7,
             "legs": {
                 "prefill": {"engine": c.prefills[0].url, **expected},
                 "decode": {"engine": c.decodes[0].url, **expected},
             },
         }
-        told = {name: line[name] for name in ("request_id", "endpoint", "outcome", "status", "error", "answer_tokens")}
-        assert told == {
+        assert 0 <= line["queue_seconds"] < line["first_byte_seconds"]
+        measured = {"time", "seconds", "queue_seconds", "first_byte_seconds", "prompts"}
+        assert {name: value for name, value in line.items() if name not in measured} == {
             "request_id": "mine",
             "endpoint": "completions",
             "outcome": "ok",
             "status": 200,
             "error": None,
+            "request_bytes": len(json.dumps(body)),
+            "answer_bytes": len(answer),
             "answer_tokens": 3,
+            "num_prompts": 1,
         }
 
 
@@ -68,11 +74,60 @@ async def test_a_request_is_one_line_with_both_engines_and_both_ids(caplog, body
 async def test_a_list_of_prompts_is_one_line_with_all_of_them(caplog, body):
     caplog.set_level(logging.INFO)
     async with cluster() as c, c.post(body=body | {"prompt": ["a", "b"]}) as response:
-        await response.read()
+        answer = await response.read()
     (line,) = lines(caplog)
     assert len(line["prompts"]) == 2
+    assert line["answer_bytes"] == len(answer)
     assert line["answer_tokens"] == 6
     assert 0 < line["first_byte_seconds"] <= line["seconds"]
+
+
+@asynchronous
+async def test_the_bytes_of_errors_and_uploads_and_broken_streams_are_told(caplog):
+    caplog.set_level(logging.INFO)
+    async with cluster() as c:
+        c.prefills[0].faults.append(Refuse(400))
+        async with c.post() as response:
+            refusal = await response.read()
+        upload = {"data": b"x" * 1000, "headers": {"Content-Type": "audio/wav"}}
+        async with c.client.post(c.url + "/v1/audio", **upload) as response:
+            uploaded = await response.read()
+        c.decodes[0].faults.append(Drop.IN_BODY)
+        async with c.post(body=STREAM) as response:
+            broken = await response.read()
+        c.decodes[0].faults.append(Drop.IN_BODY)
+        async with c.post(body=STREAM | {"prompt": ["a", "b"]}) as response:
+            merged = await response.read()
+    assert [line["answer_bytes"] for line in lines(caplog)] == [len(refusal), len(uploaded), len(broken), len(merged)]
+    assert lines(caplog)[1]["request_bytes"] == 1000
+
+
+@asynchronous
+async def test_the_time_in_the_queue_is_told_and_measured(caplog):
+    caplog.set_level(logging.INFO)
+    async with cluster(max_in_flight=1) as c:
+        c.decodes[0].answer_seconds = 0.1
+        await asyncio.gather(*(answered(c) for _ in range(2)))
+        assert await c.metric("pd_proxy_queue_seconds_count") == 2
+        assert await c.metric("pd_proxy_queue_seconds_sum") > 0.1
+    first, second = lines(caplog)
+    assert first["queue_seconds"] < 0.05 < 0.1 < second["queue_seconds"] < second["seconds"]
+
+
+@asynchronous
+async def test_who_never_had_a_turn_waited_all_the_time(caplog):
+    caplog.set_level(logging.INFO)
+    async with cluster(max_in_flight=1, queue_seconds=0.1) as c:
+        c.decodes[0].answer_seconds = 0.3
+        await asyncio.gather(*(answered(c) for _ in range(2)))
+    late, _ = lines(caplog)
+    assert (late["status"], late["first_byte_seconds"]) == (503, None)
+    assert 0.09 < late["queue_seconds"] == late["seconds"]
+
+
+async def answered(c):
+    async with c.post() as response:
+        await response.read()
 
 
 @asynchronous
@@ -184,7 +239,8 @@ async def test_the_status_page_needs_nothing_but_the_proxy():
         text = await response.text()
     assert "default-src 'none'" in policy
     page = Page(text)
-    assert page.addresses == []
+    # The icon is in the page: a browser asks a server for one that is not, and an engine would have to answer.
+    assert page.addresses == ["data:,"]
     assert {"engines", "recent", "failed"} <= set(page.ids)
     assert re.findall(r"https?://|@import|url\(|innerHTML|insertAdjacent|document\.write", text) == []
     assert Page('<img src="x">').addresses == ["x"]
