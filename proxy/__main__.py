@@ -12,6 +12,7 @@ from proxy.command_line import parse_arguments
 from proxy.config import ConfigError, ProxyConfig
 from proxy.open_files import allow_open_files
 from proxy.service import serve
+from proxy.settings_file import text_of
 
 logger = logging.getLogger("proxy")
 
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     config = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logger.info("%s", config)
+    logger.info("the configuration, as a --config file would say it:\n%s", text_of(config))
     allow_open_files(config.limits.max_in_flight)
     gc.freeze()
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)

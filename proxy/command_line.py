@@ -99,8 +99,13 @@ def _parser() -> argparse.ArgumentParser:
     defaults = ProxyConfig(prefill_urls=(), decode_urls=())
     parser = _Parser(
         prog="pd-proxy",
-        description="Route OpenAI-style requests to vLLM engines that prefill and vLLM engines that decode.",
-        epilog="Example: pd-proxy --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000",
+        usage="pd-proxy --prefill URL [--prefill URL ...] --decode URL [--decode URL ...] [option ...]\n"
+        "       pd-proxy --config FILE [option ...]",
+        description="Route requests of the OpenAI and Anthropic APIs to vLLM engines: each prompt is computed on a "
+        "prefill engine and answered by a decode engine that reads its KV.",
+        epilog="Example: pd-proxy --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000. While it runs, /status "
+        "is a page for people, /metrics is for Prometheus, /health and /ready are for what starts it; SIGTERM drains "
+        "it. docs/proxy.md says the rest.",
         formatter_class=_Formatter,
         allow_abbrev=False,
     )
@@ -123,15 +128,26 @@ def _parser() -> argparse.ArgumentParser:
         help="file of these options, as name = value (TOML), or name: value (YAML, if FILE ends in .yaml or .yml); "
         "engines come and go when it changes, other settings need a restart",
     )
-    add("--admin-token-file", type=Path, metavar="FILE", help="file with the admin API's bearer token")
-    add("--otlp-endpoint", metavar="URL", help="OTLP/HTTP address for spans, as http://HOST:4318/v1/traces")
+    add(
+        "--admin-token-file",
+        type=Path,
+        metavar="FILE",
+        help="switch on the admin API, to add, drain and remove engines, and with it engines that register themselves: "
+        "for whoever sends the bearer token in FILE (at least 16 characters)",
+    )
+    add(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="send OpenTelemetry spans to this OTLP/HTTP address, as http://HOST:4318/v1/traces; needs pip install "
+        "'pd_transfer[tracing]'",
+    )
     add(
         "--canary",
         type=_argument(_seconds),
         default=defaults.canary_seconds,
         metavar="SECONDS",
         help="before listening, wait up to SECONDS for the engines to be up, then move KV through every pair of them; "
-        "where none moves, end with status 1",
+        "where none moves, end with status 1; the API key of the engines, if they have one, is that in VLLM_API_KEY",
     )
     _add_routing(parser)
     _add_timeouts(parser, defaults.timeouts)
@@ -142,11 +158,20 @@ def _parser() -> argparse.ArgumentParser:
 def _add_routing(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("routing")
     add = group.add_argument
-    add("--policy", choices=sorted(POLICIES), default="least-tokens", help="how an engine is chosen")
+    add(
+        "--policy",
+        choices=sorted(POLICIES),
+        metavar="POLICY",
+        default="least-tokens",
+        help="how an engine is chosen: least-tokens (the one with the fewest tokens in flight), round-robin, "
+        "prefix-affinity (the same one for prompts that begin alike), session-affinity (the same one for an "
+        "X-Session-ID header or a user)",
+    )
     for role in ("prefill", "decode"):
         add(
             f"--{role}-policy",
             choices=sorted(POLICIES),
+            metavar="POLICY",
             default=argparse.SUPPRESS,
             help=f"how a {role} engine is chosen, if not by --policy",
         )
@@ -155,7 +180,7 @@ def _add_routing(parser: argparse.ArgumentParser) -> None:
         type=_argument(_number),
         default=0,
         metavar="TOKENS",
-        help="prompts shorter than about this are computed by decode, without a prefill engine",
+        help="prompts shorter than about this are computed by decode, without a prefill engine; 0 for none",
     )
     add(
         "--fallback",
@@ -226,14 +251,17 @@ def _argument(convert: Callable[[str], _T]) -> Callable[[str], _T]:
 
 
 def _port(text: str) -> int:
-    port = int(text)
+    port = _whole(text)
     if not 0 <= port <= _LAST_PORT:
         raise ValueError(f"{port} is not a port: 0 to {_LAST_PORT}")
     return port
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
     # Written so that it refuses nan as well.
     if not 0 < seconds < math.inf:
         raise ValueError(f"{text} is not a time: write a positive number of seconds")
@@ -241,14 +269,21 @@ def _seconds(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    count = int(text)
+    count = _whole(text)
     if count < 1:
         raise ValueError(f"{count} is too small: at least 1")
     return count
 
 
 def _number(text: str) -> int:
-    number = int(text)
+    number = _whole(text)
     if number < 0:
         raise ValueError(f"{number} is negative: at least 0")
     return number
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not a whole number") from error

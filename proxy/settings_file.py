@@ -1,14 +1,16 @@
-"""Reading a settings file, TOML or YAML, as the command line that it stands for.
+"""Settings in a file, TOML or YAML, and the command line that it stands for.
 
 Both formats hold the same: one level of settings, whose names are the long options without the dashes in front.
 """
 
+import json
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 
 import yaml
 
-from proxy.config import ConfigError
+from proxy.config import ConfigError, ProxyConfig
 
 YAML_SUFFIXES = (".yaml", ".yml")
 """A file whose name ends so is YAML, any other one TOML."""
@@ -31,6 +33,39 @@ def arguments_of_file(path: Path) -> list[str]:
                 )
             arguments.append(f"--{str(name).replace('_', '-')}={single}")
     return arguments
+
+
+def text_of(config: ProxyConfig) -> str:
+    """A configuration as a TOML file that stands for the same; what is off is left out."""
+    limits = {
+        name.replace("queue_seconds", "queue_timeout_seconds"): value for name, value in asdict(config.limits).items()
+    }
+    times = {
+        f"{name.removesuffix('_seconds')}_timeout_seconds": value for name, value in asdict(config.timeouts).items()
+    }
+    times["health_interval_seconds"] = times.pop("health_timeout_seconds")
+    settings = {
+        "prefill": list(config.prefill_urls),
+        "decode": list(config.decode_urls),
+        "host": config.host,
+        "port": config.port,
+        "admin_token_file": config.admin_token_file and str(config.admin_token_file),
+        "otlp_endpoint": config.otlp_endpoint,
+        "canary": config.canary_seconds or None,
+        "prefill_policy": config.routing.prefill_policy,
+        "decode_policy": config.routing.decode_policy,
+        "min_remote_tokens": config.routing.min_remote_tokens,
+        "fallback": "decode-only" if config.routing.decode_only_fallback else "none",
+        "data_parallel_ranks": config.routing.num_ranks,
+        **times,
+        **limits,
+    }
+    # What JSON writes of texts, numbers and lists of texts, TOML reads.
+    return "\n".join(
+        f"{name.replace('_', '-')} = {json.dumps(value, ensure_ascii=False)}"
+        for name, value in settings.items()
+        if value is not None
+    )
 
 
 def _parse_yaml(text: str) -> dict[object, object]:

@@ -3,11 +3,13 @@
 import contextlib
 import io
 import re
+from dataclasses import replace
 
 import pytest
 
 from proxy.command_line import configuration, parse_arguments
 from proxy.config import ConfigError, Limits, ProxyConfig, RoutingConfig, Timeouts, engine_url
+from proxy.settings_file import text_of
 
 ENGINES = ["--prefill", "http://p:1", "--decode", "http://d:1"]
 
@@ -16,16 +18,18 @@ def test_the_defaults_are_those_of_the_configuration():
     assert parse_arguments(ENGINES) == ProxyConfig(prefill_urls=("http://p:1",), decode_urls=("http://d:1",))
 
 
+EVERYTHING = (
+    "--prefill https://p:2/base/ --decode http://[::1]:3 --host 0.0.0.0 --port 0 --policy round-robin"
+    " --connect-timeout-seconds 1 --prefill-timeout-seconds 2 --decode-timeout-seconds 3"
+    " --idle-timeout-seconds 4 --drain-timeout-seconds 0.5 --health-interval-seconds 0.6"
+    " --max-body-bytes 10 --max-prompts 11 --max-in-flight 12 --max-queued 0 --queue-timeout-seconds 13"
+    " --decode-policy session-affinity --min-remote-tokens 14 --fallback decode-only --data-parallel-ranks 15"
+    " --canary 16"
+)
+
+
 def test_everything_can_be_set():
-    more = (
-        "--prefill https://p:2/base/ --decode http://[::1]:3 --host 0.0.0.0 --port 0 --policy round-robin"
-        " --connect-timeout-seconds 1 --prefill-timeout-seconds 2 --decode-timeout-seconds 3"
-        " --idle-timeout-seconds 4 --drain-timeout-seconds 0.5 --health-interval-seconds 0.6"
-        " --max-body-bytes 10 --max-prompts 11 --max-in-flight 12 --max-queued 0 --queue-timeout-seconds 13"
-        " --decode-policy session-affinity --min-remote-tokens 14 --fallback decode-only --data-parallel-ranks 15"
-        " --canary 16"
-    )
-    config = parse_arguments([*ENGINES, *more.split()])
+    config = parse_arguments([*ENGINES, *EVERYTHING.split()])
     assert config == ProxyConfig(
         prefill_urls=("http://p:1", "https://p:2/base"),
         decode_urls=("http://d:1", "http://[::1]:3"),
@@ -72,11 +76,13 @@ def test_a_bad_address_is_explained(url, told):
         ([*ENGINES, "--prefill", "host:1"], "'host:1' is not an address of an engine"),
         ([*ENGINES, "--decode", "http://d:1/"], "--decode http://d:1 is given twice"),
         ([*ENGINES, "--port", "70000"], "70000 is not a port"),
-        ([*ENGINES, "--port", "x"], "invalid"),
+        ([*ENGINES, "--port", "x"], "'x' is not a whole number"),
         ([*ENGINES, "--prefill-timeout-seconds", "0"], "positive number"),
         ([*ENGINES, "--prefill-timeout-seconds", "nan"], "positive number"),
         ([*ENGINES, "--prefill-timeout-seconds", "inf"], "positive number"),
+        ([*ENGINES, "--prefill-timeout-seconds", "5m"], "5m is not a time: write a positive number of seconds"),
         ([*ENGINES, "--max-prompts", "0"], "at least 1"),
+        ([*ENGINES, "--max-prompts", "1.5"], "'1.5' is not a whole number"),
         ([*ENGINES, "--policy", "magic"], "least-tokens"),
         ([*ENGINES, "--max-queued", "-1"], "-1 is negative"),
         ([*ENGINES, "--fallback", "maybe"], "decode-only"),
@@ -136,6 +142,21 @@ def test_a_file_holds_the_same_options(tmp_path, name, text):
         routing=RoutingConfig(min_remote_tokens=7),
         config_file=path,
     )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ENGINES,
+        [*ENGINES, *EVERYTHING.split()],
+        ["--admin-token-file", 'a "b"\\ \u00e9', "--otlp-endpoint", "http://o:1/v1/traces"],
+    ],
+    ids=["defaults", "everything", "names"],
+)
+def test_what_is_told_of_a_configuration_is_a_file_that_stands_for_it(tmp_path, arguments):
+    config = configuration(arguments)
+    path = written(tmp_path, text_of(config))
+    assert configuration(["--config", str(path)]) == replace(config, config_file=path)
 
 
 def options():

@@ -169,3 +169,31 @@ async def test_a_running_proxy_follows_its_file(tmp_path, name, form):
                 assert response.status == 200
             await asyncio.sleep(0.02)
     await asyncio.gather(*(engine.stop() for engine in engines))
+
+
+@asynchronous
+async def test_the_status_tells_who_made_an_engine_a_member(tmp_path):
+    (tmp_path / "token").write_text("0123456789abcdef")
+    path = tmp_path / "proxy.yaml"
+    path.write_text("prefill: [http://127.0.0.1:1]\n")
+    options = ("--config", str(path), "--port", "0", "--decode", "http://127.0.0.1:2")
+    key = {"Authorization": "Bearer 0123456789abcdef"}
+    config = configuration([*options, "--admin-token-file", str(tmp_path / "token")])
+    async with running(config) as proxy, aiohttp.ClientSession(proxy.address, headers=key) as client:
+        for call, port in (("engines", 3), ("registrations", 4), ("registrations", 1)):
+            body = {"role": "prefill", "url": f"http://127.0.0.1:{port}"}
+            async with client.post(f"/admin/{call}", json=body) as response:
+                assert response.status == 200
+        path.write_text("prefill: [http://127.0.0.1:1, http://127.0.0.1:5]\n")
+        engines = []
+        while len(engines) < 5:
+            async with client.get("/status.json") as response:
+                engines = (await response.json())["engines"]
+            await asyncio.sleep(0.02)
+    assert {engine["url"][-1]: engine["origin"] for engine in engines} == {
+        "1": "file",
+        "2": "command_line",
+        "3": "admin",
+        "4": "registered",
+        "5": "file",
+    }

@@ -77,6 +77,18 @@ async def refuses(url):
 
 
 @asynchronous
+async def test_the_configuration_is_told_at_the_start():
+    async with process("http://127.0.0.1:9", "http://127.0.0.1:9", "--max-queued", "17") as started:
+        await address_of(started)
+        started.send_signal(signal.SIGTERM)
+        _, errors = await started.communicate()
+    lines = errors.decode().splitlines()
+    assert 'prefill = ["http://127.0.0.1:9"]' in lines
+    assert "max-queued = 17" in lines
+    assert 'fallback = "none"' in lines
+
+
+@asynchronous
 async def test_a_second_signal_ends_the_wait():
     async with engines() as (prefill, decode), process(prefill.url, decode.url) as started:
         url = await address_of(started)
