@@ -4,6 +4,7 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,7 @@ class SchedulerHalf:
         peers = PeerBook(PeerPolicy(config.handshake_seconds, config.backoff_seconds, config.rejection_seconds), engine)
         renewal_seconds = min(config.lease_renewal_seconds, config.lease_unclaimed_seconds) / _RENEWALS_PER_PERIOD
 
+        @lru_cache(maxsize=1024)
         def is_allowed(address: Address) -> bool:
             return may_ask(config, address.host, address.port)
 

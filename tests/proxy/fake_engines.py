@@ -1,7 +1,7 @@
 """Engines for the proxy's tests: they answer like vLLM, remember what they saw, and fail where a test wants it.
 
 ``cluster`` starts some of them and a proxy in front, and checks at its end that every hand-off was used or released,
-none was used twice, and no task was left behind.
+none was used twice, and no task and no socket was left behind.
 """
 
 import asyncio
@@ -10,9 +10,10 @@ import functools
 import gzip
 import itertools
 import json
+import os
 import re
 from collections import deque
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 
 import aiohttp
@@ -396,6 +397,7 @@ async def cluster(prefills=1, decodes=1, *, leaves_open=0, unreachable=(), **set
     def of(kind):
         return {field.name: settings[field.name] for field in fields(kind) if field.name in settings}
 
+    sockets = num_sockets()
     ledger = Ledger()
     engines = {f"p{i}": FakeEngine(ledger) for i in range(prefills)}
     engines |= {f"d{i}": FakeEngine(ledger) for i in range(decodes)}
@@ -423,6 +425,18 @@ async def cluster(prefills=1, decodes=1, *, leaves_open=0, unreachable=(), **set
     assert len(ledger.open_grants()) == leaves_open, ledger.state
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == {asyncio.current_task()}, "a task was left behind"
+    await until(lambda: num_sockets() <= sockets)
+
+
+def num_sockets():
+    """How many sockets this process has."""
+    folder = "/proc/self/fd"
+    targets = []
+    for name in os.listdir(folder):
+        # The listing itself has a descriptor that is gone by now.
+        with suppress(FileNotFoundError):
+            targets.append(os.readlink(f"{folder}/{name}"))
+    return sum(target.startswith("socket:") for target in targets)
 
 
 def asynchronous(test):

@@ -82,52 +82,76 @@ class Point(enum.Enum):
     DECODE_IS_ANSWERING = enum.auto()
 
 
+SETTINGS = {Point.QUEUED: {"max_in_flight": 1}}
+
+
 @asynchronous
 @pytest.mark.parametrize("body", [BODY, STREAM], ids=["plain", "stream"])
 @pytest.mark.parametrize("point", Point)
 async def test_a_client_that_leaves_at_any_point_strands_nothing(point, body):
-    limits = {"max_in_flight": 1} if point is Point.QUEUED else {}
-    async with cluster(**limits) as c:
-        prefill, decode = c.prefills[0], c.decodes[0]
-        match point:
-            case Point.QUEUED:
-                decode.more.clear()
-                before_it = await c.post(body=STREAM)
-                task = await left_when(c, body, lambda: c.queued())
-                decode.more.set()
-                await before_it.read()
-                assert len(prefill.generations) == 1
-            case Point.PREFILL_RUNS:
-                prefill.always = Drop.HANG_BEFORE_HEAD
-                task = await left_when(c, body, lambda: prefill.generations)
-                await until(lambda: prefill.generations[0].aborted)
-                assert decode.seen == []
-            case Point.PREFILL_IS_ANSWERING:
-                prefill.answer_seconds = 0.02
-                task = await left_when(c, body, lambda: c.ledger.open_grants())
-                await until(lambda: c.ledger.count("released") == 1)
-                assert decode.generations == []
-            case Point.DECODE_HAS_THE_REQUEST:
-                decode.always = Drop.HANG_BEFORE_HEAD
-                task = await left_when(c, body, lambda: decode.generations)
-                await until(lambda: decode.generations[0].aborted)
-            case Point.DECODE_IS_ANSWERING:
-                decode.always = Drop.HANG_IN_BODY
-                task = await left_when(c, body, lambda: decode.bytes_sent)
-                await until(lambda: decode.generations[0].aborted)
-        assert task.cancelled()
+    async with cluster(**SETTINGS.get(point, {})) as c:
+        await leave_at(c, point, body)
         await settled(c)
         assert await c.metric('pd_proxy_requests_total{endpoint="completions",outcome="client_gone"}') == 1
 
 
-async def left_when(c, body, condition):
-    """Send a request and hang up as soon as the condition holds."""
+@pytest.mark.faults
+@asynchronous
+@pytest.mark.parametrize("body", [BODY, STREAM], ids=["plain", "stream"])
+@pytest.mark.parametrize("point", Point)
+async def test_two_hundred_clients_that_leave_at_one_point_strand_nothing(point, body):
+    random_source = random.Random(f"{point} {body}")
+    async with cluster(**SETTINGS.get(point, {})) as c:
+        for number in range(200):
+            await leave_at(c, point, body, random_source.random() * 0.003)
+            await settled(c)
+            await until(lambda: not c.ledger.open_grants())
+            gone = 'pd_proxy_requests_total{endpoint="completions",outcome="client_gone"}'
+            assert await c.metric(gone) == number + 1
+
+
+async def leave_at(c, point, body, pause_seconds=0.0):
+    """Send a request and hang up at this point, or a moment later; what had begun on an engine must end there."""
+    prefill, decode = c.prefills[0], c.decodes[0]
+    num_prefills, num_decodes, num_sent = len(prefill.generations), len(decode.generations), decode.bytes_sent
+    num_released = c.ledger.count("released")
+    match point:
+        case Point.QUEUED:
+            decode.more.clear()
+            before_it = await c.post(body=STREAM)
+            await left_when(c, body, lambda: c.queued(), pause_seconds)
+            decode.more.set()
+            await before_it.read()
+            assert len(prefill.generations) == num_prefills + 1
+        case Point.PREFILL_RUNS:
+            prefill.faults.append(Drop.HANG_BEFORE_HEAD)
+            await left_when(c, body, lambda: len(prefill.generations) > num_prefills, pause_seconds)
+            await until(lambda: prefill.generations[-1].aborted)
+            assert decode.seen == []
+        case Point.PREFILL_IS_ANSWERING:
+            prefill.answer_seconds = 0.02
+            await left_when(c, body, lambda: c.ledger.open_grants(), pause_seconds)
+            await until(lambda: c.ledger.count("released") == num_released + 1)
+            assert decode.generations == []
+        case Point.DECODE_HAS_THE_REQUEST:
+            decode.faults.append(Drop.HANG_BEFORE_HEAD)
+            await left_when(c, body, lambda: len(decode.generations) > num_decodes, pause_seconds)
+            await until(lambda: decode.generations[-1].aborted)
+        case Point.DECODE_IS_ANSWERING:
+            decode.faults.append(Drop.HANG_IN_BODY)
+            await left_when(c, body, lambda: decode.bytes_sent > num_sent, pause_seconds)
+            await until(lambda: decode.generations[-1].aborted)
+
+
+async def left_when(c, body, condition, pause_seconds=0.0):
+    """Send a request and hang up as soon as the condition holds, or a moment later."""
     task = asyncio.create_task(read(c, body))
     await until(condition)
+    await asyncio.sleep(pause_seconds)
     assert not task.done()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    return task
+    assert task.cancelled()
 
 
 async def leave_at_random_times(count, seed):
