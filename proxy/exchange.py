@@ -116,7 +116,8 @@ class Exchange:
             load = Load(engine, tokens)
             url = URL(engine.url + target, encoded=True)
             try:
-                reply = await self._client.forward(method, url, for_rank(headers, load.rank), body, load)
+                with self._tracing.leg(Role.DECODE, engine.url, for_rank(headers, load.rank)) as traced:
+                    reply = await self._client.forward(method, url, traced, body, load)
             except EngineFailedError as failure:
                 load.end()
                 if isinstance(body, Upload) and body.error is not None:

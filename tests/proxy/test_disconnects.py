@@ -3,6 +3,7 @@
 import asyncio
 import enum
 import random
+import socket
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -20,7 +21,7 @@ from proxy.releases import Releases
 from proxy.routing import Role, least_tokens
 from proxy.server import Server
 from proxy.sight import sight
-from tests.proxy.fake_engines import Drop, FakeEngine, Ledger, asynchronous, cluster, until
+from tests.proxy.fake_engines import Drop, FakeEngine, Ledger, asynchronous, cluster, num_sockets, until
 
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 5}
 STREAM = BODY | {"stream": True}
@@ -99,15 +100,23 @@ async def test_a_client_that_leaves_at_any_point_strands_nothing(point, body):
 @asynchronous
 @pytest.mark.parametrize("body", [BODY, STREAM], ids=["plain", "stream"])
 @pytest.mark.parametrize("point", Point)
-async def test_two_hundred_clients_that_leave_at_one_point_strand_nothing(point, body):
-    random_source = random.Random(f"{point} {body}")
+@pytest.mark.parametrize("quarter", range(4))
+async def test_two_hundred_clients_that_leave_at_one_point_strand_nothing(point, body, quarter):
+    random_source = random.Random(f"{point} {body} {quarter}")
     async with cluster(**SETTINGS.get(point, {})) as c:
-        for number in range(200):
+        for number in range(50):
             await leave_at(c, point, body, random_source.random() * 0.003)
             await settled(c)
             await until(lambda: not c.ledger.open_grants())
             gone = 'pd_proxy_requests_total{endpoint="completions",outcome="client_gone"}'
             assert await c.metric(gone) == number + 1
+
+
+def test_control_a_socket_that_stays_is_counted():
+    before = num_sockets()
+    with socket.socket():
+        assert num_sockets() == before + 1
+    assert num_sockets() == before
 
 
 async def leave_at(c, point, body, pause_seconds=0.0):

@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import socket
+import subprocess
 import sys
 from contextlib import asynccontextmanager
 
@@ -86,6 +87,13 @@ async def test_the_configuration_is_told_at_the_start():
     assert 'prefill = ["http://127.0.0.1:9"]' in lines
     assert "max-queued = 17" in lines
     assert 'fallback = "none"' in lines
+
+
+def test_nothing_slow_is_imported():
+    slow = ("fastapi", "starlette", "pydantic", "httpx", "requests", "opentelemetry", "torch", "vllm", "numpy")
+    script = f"import sys, proxy.__main__; print([name for name in {slow} if name in sys.modules])"
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert told.stdout == "[]\n"
 
 
 @asynchronous

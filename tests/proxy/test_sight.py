@@ -337,30 +337,64 @@ async def collector():
 
 CLIENT_TRACE = "0af7651916cd43dd8448eb211c80319c"
 CLIENT_SPAN = "b7ad6b7169203331"
+TRACED = {"traceparent": f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01", "X-Request-Id": "mine"}
 
 
 @asynchronous
-async def test_both_legs_are_spans_inside_the_request_s_and_parents_of_the_engines():
-    headers = {"traceparent": f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01", "X-Request-Id": "mine"}
+@pytest.mark.parametrize("body", [BODY, STREAM, STREAM | {"prompt": ["a", "b"]}], ids=["plain", "stream", "list"])
+async def test_both_legs_are_spans_inside_the_request_s_and_parents_of_the_engines(body):
+    num_prompts = len(body["prompt"]) if isinstance(body["prompt"], list) else 1
+    async with collector() as (endpoint, spans):
+        async with cluster(otlp_endpoint=endpoint) as c:
+            async with c.post(body=body, headers=TRACED) as response:
+                assert response.status == 200
+                await response.read()
+            sent = [seen.headers["traceparent"] for seen in (*c.prefills[0].generations, *c.decodes[0].generations)]
+        await until(lambda: len(spans) == 1 + 2 * num_prompts)
+    request, legs = family(spans, "pd-proxy completions")
+    assert request.parent_span_id.hex() == CLIENT_SPAN
+    assert sorted(span.name for span in legs) == ["decode"] * num_prompts + ["prefill"] * num_prompts
+    assert sorted(sent) == sorted(f"00-{CLIENT_TRACE}-{span.span_id.hex()}-01" for span in legs)
+    engines = {"prefill": c.prefills[0].url, "decode": c.decodes[0].url}
+    assert all(attributes(span) == {"pd_proxy.engine": engines[span.name]} for span in legs)
+    assert attributes(request) == {"pd_proxy.endpoint": "completions", "pd_proxy.request_id": "mine"}
+
+
+@asynchronous
+async def test_each_failed_attempt_is_a_span_of_its_own_that_says_so():
     async with collector() as (endpoint, spans):
         async with cluster(2, 1, otlp_endpoint=endpoint) as c:
             c.prefills[0].always = Drop.BEFORE_HEAD
-            async with c.post(headers=headers) as response:
+            async with c.post(headers=TRACED) as response:
                 assert response.status == 200
-            prefills = [seen for engine in c.prefills for seen in engine.generations]
-            sent = [seen.headers["traceparent"] for seen in (*prefills, *c.decodes[0].generations)]
         await until(lambda: len(spans) == 4)
-    by_name = {}
-    for span in spans:
-        by_name.setdefault(span.name, []).append(span)
-    (request,) = by_name["pd-proxy completions"]
-    legs = [*by_name["prefill"], *by_name["decode"]]
-    assert request.parent_span_id.hex() == CLIENT_SPAN
+    _, legs = family(spans, "pd-proxy completions")
+    assert [(span.name, span.status.code) for span in legs] == [("prefill", 2), ("prefill", 0), ("decode", 0)]
+
+
+@asynchronous
+async def test_what_is_only_forwarded_is_traced_too():
+    async with collector() as (endpoint, spans):
+        async with cluster(otlp_endpoint=endpoint) as c:
+            async with c.client.get(c.url + "/v1/models", headers=TRACED) as response:
+                assert response.status == 200
+            sent = c.decodes[0].seen[0].headers["traceparent"]
+        await until(lambda: len(spans) == 2)
+    _, (leg,) = family(spans, "pd-proxy other")
+    assert sent == f"00-{CLIENT_TRACE}-{leg.span_id.hex()}-01"
+
+
+def family(spans, name):
+    """The span of a request, and those of its legs by their beginning; all of them belong to the client's trace."""
+    (request,) = [span for span in spans if span.name == name]
+    legs = sorted((span for span in spans if span is not request), key=lambda span: span.start_time_unix_nano)
     assert {span.trace_id.hex() for span in spans} == {CLIENT_TRACE}
     assert all(span.parent_span_id == request.span_id for span in legs)
-    assert sent == [f"00-{CLIENT_TRACE}-{span.span_id.hex()}-01" for span in legs]
-    # The first prefill engine was asked twice at most, and each failed attempt says so.
-    assert [span.status.code for span in legs] == [2, 0, 0]
+    return request, legs
+
+
+def attributes(span):
+    return {attribute.key: attribute.value.string_value for attribute in span.attributes}
 
 
 def test_without_an_endpoint_there_are_no_spans():
