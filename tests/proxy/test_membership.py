@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from proxy.config import Timeouts
 from tests.proxy.fake_engines import PATIENT, Drop, Refuse, asynchronous, cluster, completion, error_of, until
 
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 5}
@@ -92,6 +93,22 @@ async def test_a_dead_engine_leaves_the_rotation_without_a_request_and_comes_bac
             async with c.post() as response:
                 assert response.status == 200
         assert dead.generations
+
+
+@asynchronous
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_by_default_a_dead_engine_is_out_of_rotation_within_two_seconds(role):
+    async with cluster(2, 2, timeouts=Timeouts()) as c:
+        dead = (c.prefills if role == "prefill" else c.decodes)[0]
+        await until_standing(c, dead, "up")
+        await dead.stop()
+        async with asyncio.timeout(2):
+            while await c.standing(dead) == "up":  # noqa: ASYNC110 - only the metrics know
+                await asyncio.sleep(0.01)
+        for _ in range(4):
+            async with c.post() as response:
+                assert response.status == 200
+        assert await c.metric(f'pd_proxy_engine_failures_total{{kind="unreachable",role="{role}"}}') == 0
 
 
 @asynchronous

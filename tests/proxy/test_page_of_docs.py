@@ -105,6 +105,19 @@ def options():
 
 def test_the_page_names_no_option_that_does_not_exist(options):
     # These are vLLM's.
-    named = set(re.findall(r"--[a-z][a-z-]+", PAGE.read_text())) - {"--shutdown-timeout", "--kv-transfer-config"}
+    named = set(re.findall(r"--[a-z][a-z-]+", PAGE.read_text())) - {
+        "--shutdown-timeout",
+        "--kv-transfer-config",
+        "--api-key",
+    }
     assert named - options == set()
     assert {"--config", "--policy"} <= named
+
+
+@pytest.mark.parametrize("name", ["proxy.yaml", "proxy.toml"])
+def test_the_files_on_the_page_work(tmp_path, name):
+    path = tmp_path / name
+    path.write_text(PAGE.read_text().split(f"```\n# {name}\n")[1].split("```")[0])
+    config = configuration(["--config", str(path)])
+    assert config.prefill_urls == ("http://P1:8100", "http://P2:8100")
+    assert (config.routing.prefill_policy, config.timeouts.idle_seconds) == ("prefix-affinity", 60)

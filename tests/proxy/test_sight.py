@@ -4,6 +4,8 @@ import asyncio
 import json
 import logging
 import re
+import subprocess
+import sys
 from contextlib import asynccontextmanager
 from html.parser import HTMLParser
 
@@ -395,6 +397,19 @@ def family(spans, name):
 
 def attributes(span):
     return {attribute.key: attribute.value.string_value for attribute in span.attributes}
+
+
+def test_spans_without_opentelemetry_are_a_mistake_that_says_what_to_install():
+    script = """
+import sys
+sys.modules["opentelemetry.sdk.trace"] = None  # as if it were not installed
+from proxy.__main__ import main
+sys.exit(main(["--prefill", "http://p:1", "--decode", "http://d:1", "--port", "0", "--otlp-endpoint", "http://o:1"]))
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "pd-proxy: --otlp-endpoint needs OpenTelemetry: pip install 'pd_transfer[tracing]'" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_without_an_endpoint_there_are_no_spans():
