@@ -19,7 +19,9 @@ LARGE, LARGE_PLAIN, MEMCPY = "one READ, same agent", "one READ, plain agent", "m
 PULL, PULL_AND_WORD, WORD = "pull", "pull and word", "word"
 BUILT_IN_PARAMS = {"num_threads": "4"}
 """As vLLM's connector makes its agent, which carries out reads of 1,024 descriptors or more on these threads."""
-SPLITS = (1, 2)
+OUR_SPLIT = 2
+SPLITS = (OUR_SPLIT, 1)
+"""The connector's ``split_batch_size``, and one with which a lease word goes to the worker thread, too."""
 
 
 class Pace(NamedTuple):
@@ -78,7 +80,9 @@ def run_pulls(way: Way, cores: Cores, subject: Subject, pace: Pace) -> Cells:
 
     cells: Cells = {}
     with Bed.opened(way, cores, max(subject.layout.region_bytes, *lengths)) as bed:
-        ours, large, large_plain = bed.ours(rows_of(subject)), bed.ours(whole), bed.plain(whole)
+        ours, large_plain = bed.ours(rows_of(subject)), bed.plain(whole)
+        # One descriptor would not go to the worker thread, as a pull does.
+        large = bed.ours(whole, {"split_batch_size": "1"})
         built_in = bed.plain(partial(region_rows, subject.layout), BUILT_IN_PARAMS)
         for number, (size, length) in enumerate(zip(sizes, lengths, strict=True)):
             index = np.array([number], dtype=np.int32)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from benchmarks.report import Cell, Table
-from benchmarks.transfer.runs import LARGE, LARGE_PLAIN, OURS, PULL, PULL_AND_WORD, SPLITS, key, split_key
+from benchmarks.transfer.runs import LARGE, LARGE_PLAIN, OUR_SPLIT, OURS, PULL, PULL_AND_WORD, key, split_key
 from benchmarks.transfer.sampling import ratio, spread
 from benchmarks.transfer.subject import Reading
 from benchmarks.transfer.tables import Pulls, Receives, Words
@@ -43,7 +43,7 @@ class Verdict(NamedTuple):
 
 def verdicts_table(pulls: Sequence[Pulls], receives: Sequence[Receives], words: Sequence[Words]) -> Table:
     """All targets of this benchmark."""
-    found = [*_goodput(pulls), *_posting(pulls), *_threads(receives), *_words(words)]
+    found = [*_goodput(pulls), *_threads(receives), *_words(words)]
     columns = ("what", "target", "worst median", "at", "verdict")
     return Table("Targets", columns, tuple(verdict.row() for verdict in found))
 
@@ -61,34 +61,21 @@ def _goodput(pulls: Iterable[Pulls]) -> Iterable[Verdict]:
             yield Verdict(f"goodput over {other}, contiguous blocks; {way.name}, {subject.name}", least, True, figures)
 
 
-def _posting(pulls: Iterable[Pulls]) -> Iterable[Verdict]:
-    fields = {"post_seconds": "time of submit_read", "post_cpu_seconds": "CPU time of submit_read"}
-    for way, subject, cells in pulls:
-        for field, what in fields.items():
-            figures = {
-                f"{_size(reading)} {reading.numbering}": 1e6
-                * spread(cells[reading.size_mib][key(OURS, reading.numbering)], field).median
-                for reading in subject.readings
-            }
-            yield Verdict(f"{what}, µs; {way.name}, {subject.name}", MOST_THREAD_MICROSECONDS, False, figures)
-
-
 def _threads(receives: Iterable[Receives]) -> Iterable[Verdict]:
-    threads = {"engine_seconds": "vLLM's worker thread", "io_seconds": "our I/O thread"}
+    """vLLM's thread alone: ours may take as long as it takes."""
     for way, subject, samples in receives:
-        for field, thread in threads.items():
-            figures = {
-                f"{_size(reading)} {reading.numbering}": 1e6
-                * spread(samples[reading.size_mib, reading.numbering], field).median
-                for reading in subject.readings
-            }
-            what = f"CPU time of a receive, {thread}, µs; {way.name}, {subject.name}"
-            yield Verdict(what, MOST_THREAD_MICROSECONDS, False, figures)
+        figures = {
+            f"{_size(reading)} {reading.numbering}": 1e6
+            * spread(samples[reading.size_mib, reading.numbering], "engine_seconds").median
+            for reading in subject.readings
+        }
+        what = f"CPU time of a receive, vLLM's worker thread, µs; {way.name}, {subject.name}"
+        yield Verdict(what, MOST_THREAD_MICROSECONDS, False, figures)
 
 
 def _words(words: Iterable[Words]) -> Iterable[Verdict]:
     for way, samples in words:
-        both, pull = (samples[split_key(what, SPLITS[0])] for what in (PULL_AND_WORD, PULL))
+        both, pull = (samples[split_key(what, OUR_SPLIT)] for what in (PULL_AND_WORD, PULL))
         percent = (ratio(both, pull).median - 1) * 100
         yield Verdict(f"lease word, % of a pull; {way.name}", MOST_WORD_PERCENT, False, {"4 MiB": percent})
 
