@@ -110,7 +110,8 @@ class ReadPlanner:
         begins[1:] = (np.diff(to) != 1) | (np.diff(of) != 1)
         counts = [stop - start for start, stop in pairwise(bounds)]
         size = sum(count * len(pairing.local_firsts) for count, pairing in zip(counts, self._pairings, strict=True))
-        local, remote = np.empty(size, dtype=np.int32), np.empty(size, dtype=np.int32)
+        # One array, so that the next plan finds the memory of the last one: two lie at the heap's end, which is trimmed.
+        local, remote = np.empty((2, size), dtype=np.int32)
         num_blocks = [0] * self._num_local_groups
         row = num_bytes = num_merged = 0
         for pairing, start, count in zip(self._pairings, bounds, counts, strict=False):
@@ -166,7 +167,7 @@ def _is_dense(layer: LayerLayout) -> bool:
 def _spread(keys: Keys, table: RunTable) -> tuple[Keys, Indices]:
     """Key and block id of each block of some runs."""
     counts = table[:, 2]
-    ends = np.cumsum(counts)
+    ends = np.cumsum(counts, dtype=np.int32)
     steps = np.arange(ends[-1] if len(ends) else 0, dtype=np.int32) - np.repeat(ends - counts, counts)
     return np.repeat(keys, counts) + steps, np.repeat(table[:, 1], counts) + steps
 
