@@ -110,7 +110,7 @@ class ReadPlanner:
         begins[1:] = (np.diff(to) != 1) | (np.diff(of) != 1)
         counts = [stop - start for start, stop in pairwise(bounds)]
         size = sum(count * len(pairing.local_firsts) for count, pairing in zip(counts, self._pairings, strict=True))
-        # One array, so that the next plan finds the memory of the last one: two lie at the heap's end, which is trimmed.
+        # One array, so that the next plan finds the memory of the last one: two would be trimmed off the heap's end.
         local, remote = np.empty((2, size), dtype=np.int32)
         num_blocks = [0] * self._num_local_groups
         row = num_bytes = num_merged = 0
