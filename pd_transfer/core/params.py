@@ -9,11 +9,11 @@ import binascii
 import hashlib
 import hmac
 import json
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, NewType
 
 import msgspec
-import numpy as np
 
 from pd_transfer.core.layout import RUN_BYTES, BlockRuns
 
@@ -200,5 +200,5 @@ def prompt_digest(
     """32 bytes that name everything that KV depends on besides the model: equal digests, equal KV."""
     # JSON ends where it ends, so that no text can pass for token ids; and it takes text that is not valid Unicode.
     digest = hashlib.sha256(json.dumps((lora_name, cache_salt, tuple(multimodal))).encode())
-    digest.update(np.asarray(token_ids, dtype=np.int64).tobytes())
+    digest.update(struct.pack(f"<{len(token_ids)}q", *token_ids))
     return digest.digest()
