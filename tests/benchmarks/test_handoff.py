@@ -280,8 +280,9 @@ def test_no_prompt_comes_twice():
 
 def life(contender, milliseconds, number=0, gap=10.0, hooks=5e-5):
     """Every hand-off takes as long as it is told, above a floor of a millisecond."""
+    spent = {"start_load_kv": hooks, "on_new_request": hooks}
     samples = [
-        Sample(kind, num_tokens, milliseconds / 1e3, 1e-3, milliseconds / 2e3, 2, {"start_load_kv": hooks, "on_new_request": hooks})
+        Sample(kind, num_tokens, milliseconds / 1e3, 1e-3, milliseconds / 2e3, 2, spent)
         for kind in ("idle", "loaded", "contact")
         for num_tokens in (129, 2049)
         for _ in range(3)
