@@ -12,6 +12,7 @@
     faces:             server, respond               clients
                        operations, admin, status.html   operators
                        command_line, config          whoever starts it
+    HTTP/1.1:          http1                         connections of clients and to engines, and nothing of the above
     put together:      service, __main__
 
 Room for the next feature is told where it would go: a field in ``fields``, an endpoint in ``endpoints``, a policy in

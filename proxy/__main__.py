@@ -10,6 +10,7 @@ import uvloop
 from proxy.canary import CanaryError
 from proxy.command_line import parse_arguments
 from proxy.config import ConfigError, ProxyConfig
+from proxy.log_lines import log_to_stderr
 from proxy.open_files import allow_open_files
 from proxy.service import serve
 from proxy.settings_file import text_of
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns the exit status: 0 after a stop, 1 if it cannot listen or its canary saw no KV move.
     """
     config = parse_arguments(sys.argv[1:] if arguments is None else arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_stderr()
     logger.info("the configuration, as a --config file would say it:\n%s", text_of(config))
     allow_open_files(config.limits.max_in_flight)
     gc.freeze()

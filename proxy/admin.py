@@ -15,14 +15,16 @@ Engines speak for themselves, again and again, and are answered without the list
 
 import hmac
 import logging
+from collections.abc import Awaitable, Callable
 from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 
 import msgspec
-from aiohttp import web
 
 from proxy.config import ConfigError, engine_url
 from proxy.errors import ProxyError
+from proxy.http1.errors import MessageError
+from proxy.http1.request import Request, Response
 from proxy.registry import Origin, Registry
 from proxy.respond import json_response
 from proxy.routing import Role
@@ -34,8 +36,11 @@ PATH = PREFIX + "engines"
 DRAIN_PATH = PATH + "/drain"
 REGISTRATIONS_PATH = PREFIX + "registrations"
 
+Handler = Callable[[Request], Awaitable[Response]]
+
 SHORTEST_TOKEN = 16
 _SCHEME = "bearer "
+_MOST_BYTES = 1 << 16
 
 
 class _Named(msgspec.Struct, forbid_unknown_fields=True):
@@ -69,67 +74,72 @@ class Admin:
         self._registry = registry
         self._token = token
         self._num_ranks = num_ranks
+        self._handlers: dict[tuple[str, str], Handler] = {
+            ("GET", PATH): self._list,
+            ("HEAD", PATH): self._list,
+            ("POST", PATH): self._add,
+            ("DELETE", PATH): self._remove,
+            ("POST", DRAIN_PATH): self._drain,
+            ("POST", REGISTRATIONS_PATH): self._register,
+            ("DELETE", REGISTRATIONS_PATH): self._deregister,
+        }
 
-    def add_routes(self, router: web.UrlDispatcher) -> None:
-        """Add our paths; none of them ever reaches an engine."""
-        router.add_get(PATH, self._list)
-        router.add_post(PATH, self._add)
-        router.add_delete(PATH, self._remove)
-        router.add_post(DRAIN_PATH, self._drain)
-        router.add_post(REGISTRATIONS_PATH, self._register)
-        router.add_delete(REGISTRATIONS_PATH, self._deregister)
-        router.add_route("*", PREFIX + "{path:.*}", self._nothing)
+    def handler(self, method: str, path: str) -> Handler:
+        """What answers a path below ``PREFIX``; none of them ever reaches an engine."""
+        return self._handlers.get((method, path), self._nothing)
 
-    def allow_reading(self, request: web.Request) -> None:
+    def allow_reading(self, request: Request) -> None:
         """Raises ``ProxyError``: 401 without the token if there is one, 403 from another machine if there is none."""
         if self._token is not None:
             self._authorize(request)
         elif not _is_loopback(request.remote):
             raise ProxyError(403, "Without an --admin-token-file this is told on the proxy's own machine only")
 
-    async def _list(self, request: web.Request) -> web.Response:
+    async def _list(self, request: Request) -> Response:
         self._authorize(request)
         return self._answer()
 
-    async def _add(self, request: web.Request) -> web.Response:
+    async def _add(self, request: Request) -> Response:
         named = await self._named(request)
         self._registry.add(named.role, [_checked_url(named)], self._num_ranks, Origin.ADMIN)
         return self._done("added", named)
 
-    async def _drain(self, request: web.Request) -> web.Response:
+    async def _drain(self, request: Request) -> Response:
         named = await self._named(request)
         self._must_exist(named, self._registry.drain(named.role, named.url.rstrip("/")))
         return self._done("draining", named)
 
-    async def _remove(self, request: web.Request) -> web.Response:
+    async def _remove(self, request: Request) -> Response:
         named = await self._named(request)
         self._must_exist(named, self._registry.remove(named.role, named.url.rstrip("/")))
         return self._done("removed", named)
 
-    async def _register(self, request: web.Request) -> web.Response:
+    async def _register(self, request: Request) -> Response:
         named = await self._named(request)
         if self._registry.register(named.role, _checked_url(named), self._num_ranks):
             logger.warning("%s engine %s has registered itself", named.role, named.url)
         return json_response(200, {"registered": True})
 
-    async def _deregister(self, request: web.Request) -> web.Response:
+    async def _deregister(self, request: Request) -> Response:
         named = await self._named(request)
         if self._registry.deregister(named.role, named.url.rstrip("/")):
             logger.warning("%s engine %s stops and is forgotten; its open requests go on", named.role, named.url)
         return json_response(200, {"registered": False})
 
-    async def _nothing(self, request: web.Request) -> web.Response:
+    async def _nothing(self, request: Request) -> Response:
         self._authorize(request)
         raise ProxyError(404, "The admin API has no such call")
 
-    async def _named(self, request: web.Request) -> _Named:
+    async def _named(self, request: Request) -> _Named:
         self._authorize(request)
         try:
-            return msgspec.json.decode(await request.read(), type=_Named)
+            return msgspec.json.decode(await request.read(_MOST_BYTES), type=_Named)
+        except MessageError as error:
+            raise ProxyError(error.status, f"The request body cannot be read: {error}") from error
         except msgspec.DecodeError as error:
             raise ProxyError(400, f'write {{"role": "prefill" or "decode", "url": ...}}: {error}') from error
 
-    def _authorize(self, request: web.Request) -> None:
+    def _authorize(self, request: Request) -> None:
         if self._token is None:
             raise ProxyError(404, "The admin API is off: it needs --admin-token-file")
         given = request.headers.get("Authorization", "")
@@ -141,11 +151,11 @@ class Admin:
         if not exists:
             raise ProxyError(404, f"There is no {named.role} engine {named.url}", "url")
 
-    def _done(self, what: str, named: _Named) -> web.Response:
+    def _done(self, what: str, named: _Named) -> Response:
         logger.warning("by the admin API: %s engine %s %s", named.role, named.url, what)
         return self._answer()
 
-    def _answer(self) -> web.Response:
+    def _answer(self) -> Response:
         return json_response(200, {"engines": engine_list(self._registry)})
 
 

@@ -5,8 +5,7 @@ The open requests are counted here as well, so that a proxy that is told to stop
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 
 from proxy.config import Limits
 from proxy.errors import ProxyError
@@ -33,23 +32,20 @@ class Admission:
         """How many requests wait to be served."""
         return len(self._waiting)
 
-    @asynccontextmanager
-    async def admitted(self) -> AsyncIterator[None]:
+    def admitted(self) -> "_Place":
         """Serve one request inside the context.
 
-        Raises ``ProxyError``: 503 while draining, 429 if too many requests wait already, 503 after waiting too long.
+        Entering it raises ``ProxyError``: 503 while draining, 429 if too many requests wait already, 503 after waiting
+        too long.
         """
-        await self._enter()
-        try:
-            yield
-        finally:
-            self._leave()
+        return _Place(self)
 
     async def wait_idle(self) -> None:
         """Return once no request is being served or waits."""
         await self._idle.wait()
 
-    async def _enter(self) -> None:
+    async def enter(self) -> None:
+        """See ``admitted``."""
         if self.draining:
             raise ProxyError(503, "The proxy is shutting down")
         if self._in_flight < self._limits.max_in_flight:
@@ -69,12 +65,12 @@ class Admission:
                     self._waiting.remove(turn)
             else:
                 # The place was handed over just before the wait ended.
-                self._leave()
+                self.leave()
             if isinstance(error, TimeoutError):
                 raise ProxyError(503, "The request waited too long for its turn") from error
             raise
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Hand the place to the next in the queue, or give it up."""
         while self._waiting:
             turn = self._waiting.popleft()
@@ -84,3 +80,18 @@ class Admission:
         self._in_flight -= 1
         if not self._in_flight:
             self._idle.set()
+
+
+class _Place:
+    """A request's place inside. A class, since a generator would cost twice as much for every request."""
+
+    __slots__ = ("_admission",)
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+
+    async def __aenter__(self) -> None:
+        await self._admission.enter()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._admission.leave()

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import msgspec
 from multidict import CIMultiDict
 from prometheus_client.parser import text_string_to_metric_families
-from yarl import URL
 
 from proxy.dialects import OPENAI
 from proxy.endpoints import COMPLETIONS
@@ -201,7 +200,7 @@ class Canary:
         return read_counts((await self._get(decode, "/metrics")).decode())
 
     async def _get(self, engine: Load, path: str) -> bytes:
-        reply = await self._client.forward("GET", URL(engine.url + path), self._headers(), None, engine)
+        reply = await self._client.forward("GET", path, self._headers(), None, engine)
         body = await _body(reply)
         if reply.status != 200:
             raise ValueError(f"{path} of decode answers {reply.status}")

@@ -57,6 +57,11 @@ class RoutingConfig:
     num_ranks: int = 0
     """The data-parallel size of every engine, if requests are to name a rank; otherwise 0."""
 
+    @property
+    def looks_at_hints(self) -> bool:
+        """Whether a policy looks at what a request says about where its KV may be."""
+        return any(policy.endswith("-affinity") for policy in (self.prefill_policy, self.decode_policy))
+
 
 @dataclass(frozen=True, slots=True)
 class ProxyConfig:

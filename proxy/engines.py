@@ -3,18 +3,13 @@
 Nothing here decides what to do about a failure; ``exchange`` does.
 """
 
-import asyncio
 import errno
-import io
 import re
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import aiohttp
 import msgspec
 from multidict import CIMultiDict
-from yarl import URL
 
 from proxy import relay
 from proxy.config import Timeouts
@@ -24,6 +19,9 @@ from proxy.errors import Answer, EngineAnswerError, EngineFailedError, FailureKi
 from proxy.fields import Body
 from proxy.headers import response_headers, without_address
 from proxy.health import Check
+from proxy.http1.errors import ConnectError
+from proxy.http1.pool import Pool, Wanted
+from proxy.http1.response import EngineResponse
 from proxy.registry import Load
 from proxy.routing import NO_HINTS, Hints
 from proxy.story import Story
@@ -35,7 +33,6 @@ KEEP_ALIVE_SECONDS = 4.0
 HELD_BACK_BYTES = 4 << 20
 """How much of a plain reply is read before any of it is passed on, so that an engine lost meanwhile can be replaced."""
 
-_LARGE_BODY_BYTES = 1 << 20
 _ID_WITHIN_BYTES = 1024
 _REQUEST_ID = re.compile(rb'"(?:id|request_id)": ?"([\w.:/-]{1,256})"', re.ASCII)
 _EVENT_STREAM = "text/event-stream"
@@ -45,6 +42,8 @@ _TELLING_BYTES = 64
 _BUSY_STATUSES = frozenset({408, 429, 503})
 _PASSED_ON_SERVER_ERRORS = frozenset({501})
 _OWN_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_FAILURES = (ConnectError, ConnectionError, TimeoutError)
+"""What an attempt on an engine may raise."""
 _CHECK_BY_KIND = {FailureKind.TIMED_OUT: Check.SILENT, FailureKind.OWN: Check.NOT_MADE}
 
 
@@ -62,7 +61,7 @@ class EngineRequest:
 class Reply:
     """An engine's answer whose first bytes have arrived. The owner reads it and must close it."""
 
-    def __init__(self, response: aiohttp.ClientResponse, head: bytes, idle_seconds: float, load: Load) -> None:
+    def __init__(self, response: EngineResponse, head: bytes, idle_seconds: float, load: Load) -> None:
         self._response = response
         self._head = head
         self._idle_seconds = idle_seconds
@@ -103,18 +102,13 @@ class Reply:
         if self._head:
             chunk, self._head = self._head, b""
             return chunk
-        content = self._response.content
-        # asyncio.timeout() would cost more than the reading.
-        limit = asyncio.get_running_loop().call_later(self._idle_seconds, content.set_exception, TimeoutError())
         try:
-            with _failures():
-                return await content.readany()
-        except EngineFailedError as failure:
+            return await self._response.next_piece(self._idle_seconds)
+        except _FAILURES as error:
+            failure = _failure_of(error)
             if self._tell is not None:
                 self._tell(failure)
-            raise
-        finally:
-            limit.cancel()
+            raise failure from error
 
     async def read(self) -> bytes:
         """The whole body. Raises like ``next_chunk``."""
@@ -132,8 +126,8 @@ class Reply:
 class EngineClient:
     """HTTP to all engines, over one pool of connections."""
 
-    def __init__(self, session: aiohttp.ClientSession, timeouts: Timeouts) -> None:
-        self._session = session
+    def __init__(self, pool: Pool, timeouts: Timeouts) -> None:
+        self._pool = pool
         self._timeouts = timeouts
 
     async def prefill(self, url: str, headers: CIMultiDict[str], request: EngineRequest) -> relay.Prefilled:
@@ -142,11 +136,16 @@ class EngineClient:
         Raises ``EngineFailedError``, or ``EngineAnswerError`` if the engine refuses the request.
         """
         body = relay.prefill_body(request.body, request.endpoint.rules)
-        with _failures():
-            async with asyncio.timeout(self._timeouts.prefill_seconds):
-                response = await self._post(url, request.endpoint.path, headers, body)
-                async with response:
-                    reply = await response.read()
+        try:
+            # Done twice, it computes the prompt twice, and one of the two hand-offs ends with its lease.
+            wanted = Wanted("POST", request.endpoint.path, headers, body, is_repeatable=True)
+            response = await self._pool.request(url, wanted, self._timeouts.prefill_seconds)
+            try:
+                reply = await response.read()
+            finally:
+                response.close()
+        except _FAILURES as error:
+            raise _failure_of(error) from error
         _raise_unless_ok(response, reply)
         try:
             return relay.read_prefill_reply(reply)
@@ -162,69 +161,71 @@ class EngineClient:
         refuses the request.
         """
         body = relay.decode_body(request.body, params)
-        return await self._open(self._post(load.url, request.endpoint.path, headers, body), load)
+        # Params that an engine may have seen are never sent again, not even to the same engine.
+        wanted = Wanted("POST", request.endpoint.path, headers, body, is_repeatable=params is None)
+        return await self._open(wanted, load, refusals_raise=True)
 
-    async def forward(self, method: str, url: URL, headers: CIMultiDict[str], body: ForwardedBody, load: Load) -> Reply:
+    async def forward(
+        self, method: str, target: str, headers: CIMultiDict[str], body: ForwardedBody, load: Load
+    ) -> Reply:
         """Send any other request to an engine. The reply may have any status; apart from that as ``decode``."""
-        sending = self._session.request(method, url, headers=headers, data=body, allow_redirects=False)
-        return await self._open(sending, load, refusals_raise=False)
+        return await self._open(Wanted(method, target, headers, body), load)
 
     async def release(self, url: str, headers: CIMultiDict[str], params: msgspec.Raw, timeout_seconds: float) -> bool:
         """Make a decode engine release ``params``; whether it has. Never raises for what an engine does."""
         headers = headers.copy()
         headers["Content-Type"] = "application/json"
+        wanted = Wanted("POST", COMPLETIONS.path, headers, relay.release_body(params), is_repeatable=True)
         try:
-            with _failures():
-                async with asyncio.timeout(timeout_seconds):
-                    response = await self._post(url, COMPLETIONS.path, headers, relay.release_body(params))
-                    async with response:
-                        await response.read()
-        except EngineFailedError:
+            response = await self._pool.request(url, wanted, timeout_seconds)
+            try:
+                await response.read()
+            finally:
+                response.close()
+        except _FAILURES:
             return False
-        return response.status == 404 or response.ok
+        return response.status == 404 or response.status < 400
 
     async def check(self, url: str, timeout_seconds: float) -> Check:
         """Ask an engine for its health. Any answer below 500 shows that it serves requests."""
         try:
-            with _failures():
-                async with asyncio.timeout(timeout_seconds), self._session.get(URL(url + "/health")) as response:
-                    return Check.WELL if response.status < 500 else Check.UNWELL
-        except EngineFailedError as failure:
-            return _CHECK_BY_KIND.get(failure.kind, Check.UNWELL)
+            response = await self._pool.request(url, Wanted("GET", "/health", CIMultiDict()), timeout_seconds)
+        except _FAILURES as error:
+            return _CHECK_BY_KIND.get(_failure_of(error).kind, Check.UNWELL)
+        response.close()
+        return Check.WELL if response.status < 500 else Check.UNWELL
 
-    async def _post(self, url: str, path: str, headers: CIMultiDict[str], body: bytes) -> aiohttp.ClientResponse:
-        return await self._session.post(URL(url + path), headers=headers, data=_payload(body), allow_redirects=False)
-
-    async def _open(
-        self, sending: Awaitable[aiohttp.ClientResponse], load: Load, *, refusals_raise: bool = True
-    ) -> Reply:
-        with _failures():
-            async with asyncio.timeout(self._timeouts.decode_seconds):
-                response = await sending
-                try:
-                    if refusals_raise and not _is_success(response.status):
-                        _raise_unless_ok(response, await response.read())
-                    head = await _first_bytes(response)
-                    if refusals_raise and response.content_type == _EVENT_STREAM:
-                        _raise_for_error_event(head)
-                    return Reply(response, head, self._timeouts.idle_seconds, load)
-                except BaseException:
-                    response.close()
-                    raise
+    async def _open(self, wanted: Wanted, load: Load, *, refusals_raise: bool = False) -> Reply:
+        try:
+            response = await self._pool.request(load.url, wanted, self._timeouts.decode_seconds)
+            try:
+                if refusals_raise and not _is_success(response.status):
+                    _raise_unless_ok(response, await response.read())
+                head = await _first_bytes(response)
+                if refusals_raise and response.content_type == _EVENT_STREAM:
+                    _raise_for_error_event(head)
+            except BaseException:
+                response.close()
+                raise
+        except _FAILURES as error:
+            raise _failure_of(error) from error
+        response.lift_limit()
+        return Reply(response, head, self._timeouts.idle_seconds, load)
 
 
-async def _first_bytes(response: aiohttp.ClientResponse) -> bytes:
+async def _first_bytes(response: EngineResponse) -> bytes:
     """What has to be here before an answer is passed on: the first event of a stream, or all of a plain reply."""
-    content = response.content
+    head = await response.next_piece()
     if response.content_type == _EVENT_STREAM:
-        head = await content.readany()
-        while len(head) < _TELLING_BYTES and not _BLANK_LINE.search(head) and not content.at_eof():
-            head += await content.readany()
+        while len(head) < _TELLING_BYTES and not _BLANK_LINE.search(head) and not response.body.at_end:
+            head += await response.next_piece()
         return head
-    pieces: list[bytes] = []
-    size = 0
-    while size < HELD_BACK_BYTES and not content.at_eof():
-        pieces.append(await content.readany())
+    if response.body.at_end:
+        return head
+    pieces = [head]
+    size = len(head)
+    while size < HELD_BACK_BYTES and not response.body.at_end:
+        pieces.append(await response.next_piece())
         size += len(pieces[-1])
     return b"".join(pieces)
 
@@ -233,7 +234,7 @@ def _is_success(status: int) -> bool:
     return 200 <= status < 300
 
 
-def _raise_unless_ok(response: aiohttp.ClientResponse, body: bytes) -> None:
+def _raise_unless_ok(response: EngineResponse, body: bytes) -> None:
     status = response.status
     if _is_success(status):
         return
@@ -260,22 +261,14 @@ def _excerpt(body: bytes) -> str:
         return body[:200].decode(errors="replace")
 
 
-def _payload(body: bytes) -> bytes | io.BytesIO:
-    # aiohttp writes a file in pieces, yielding to other streams in between, but bytes in one go.
-    return body if len(body) < _LARGE_BODY_BYTES else io.BytesIO(body)
-
-
-@contextmanager
-def _failures() -> Iterator[None]:
-    """Turn what aiohttp raises into ``EngineFailedError``, here and nowhere else."""
-    try:
-        yield
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.InvalidURL, UnicodeError) as error:
-        # Names that DNS cannot hold, an empty label for example, are a UnicodeError of the resolver.
-        if isinstance(error, OSError) and error.errno in _OWN_ERRNOS:
-            raise EngineFailedError(FailureKind.OWN, "The proxy cannot open another connection") from error
-        raise EngineFailedError(FailureKind.UNREACHABLE, "An engine cannot be reached") from error
-    except TimeoutError as error:
-        raise EngineFailedError(FailureKind.TIMED_OUT, "An engine did not answer in time") from error
-    except (aiohttp.ClientError, ConnectionError) as error:
-        raise EngineFailedError(FailureKind.LOST, "The connection to an engine broke") from error
+def _failure_of(error: Exception) -> EngineFailedError:
+    """What one of ``_FAILURES`` says of the attempt."""
+    if isinstance(error, ConnectError):
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno in _OWN_ERRNOS:
+            return EngineFailedError(FailureKind.OWN, "The proxy cannot open another connection")
+        return EngineFailedError(FailureKind.UNREACHABLE, "An engine cannot be reached")
+    # A time-out of the system's is both.
+    if isinstance(error, TimeoutError):
+        return EngineFailedError(FailureKind.TIMED_OUT, "An engine did not answer in time")
+    return EngineFailedError(FailureKind.LOST, "The connection to an engine broke")

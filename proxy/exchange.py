@@ -6,21 +6,22 @@ a leg is ``_leg``; when another attempt is allowed is ``routing.Attempts``.
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
+from types import TracebackType
 
 import msgspec
 from multidict import CIMultiDict
-from yarl import URL
 
 from proxy import relay
 from proxy.config import RoutingConfig
 from proxy.engines import EngineClient, EngineRequest, Reply
 from proxy.errors import EngineFailedError, FailureKind, ProxyError
+from proxy.fields import Body
 from proxy.headers import for_rank
+from proxy.metrics import Metrics
 from proxy.registry import Engine, Load, Registry
 from proxy.releases import Releases
 from proxy.routing import NO_HINTS, Attempts, Hints, Role
@@ -71,22 +72,27 @@ class Exchange:
     def _needs_prefill(self, request: EngineRequest) -> bool:
         if request.endpoint.rules.needs_one_engine(request.body):
             request.story.mode = Mode.WHOLE
-        elif relay.estimated_prompt_tokens(request.body) < self._config.min_remote_tokens:
+        elif self._is_short(request.body):
             request.story.mode = Mode.SHORT
         else:
             request.story.mode = Mode.REMOTE
         return request.story.mode is Mode.REMOTE
 
+    def _is_short(self, body: Body) -> bool:
+        least = self._config.min_remote_tokens
+        return least > 0 and relay.estimated_prompt_tokens(body) < least
+
     async def _open(self, request: EngineRequest, handoff: _Handoff) -> Reply:
         attempts = Attempts()
-        tokens = relay.estimated_prompt_tokens(request.body) + relay.estimated_output_tokens(request.body)
+        prompt_tokens = relay.estimated_prompt_tokens(request.body)
+        tokens = prompt_tokens + relay.estimated_output_tokens(request.body)
         while True:
             # Decode is chosen and counted before prefill runs, so that a burst of requests does not pile up on one.
             engine = self._pick_decode(attempts, request.hints)
             load = Load(engine, tokens)
             try:
                 if handoff.missing:
-                    handoff.params = await self._prefill_or_leave(request)
+                    handoff.params = await self._prefill_or_leave(request, prompt_tokens)
                     handoff.missing = False
                 with self._leg(Role.DECODE, request, load) as headers:
                     reply = await self._client.decode(headers, request, handoff.params, load)
@@ -114,10 +120,9 @@ class Exchange:
         while True:
             engine = self._pick(Role.DECODE, attempts, NO_HINTS)
             load = Load(engine, tokens)
-            url = URL(engine.url + target, encoded=True)
             try:
                 with self._tracing.leg(Role.DECODE, engine.url, for_rank(headers, load.rank)) as traced:
-                    reply = await self._client.forward(method, url, traced, body, load)
+                    reply = await self._client.forward(method, target, traced, body, load)
             except EngineFailedError as failure:
                 load.end()
                 if isinstance(body, Upload) and body.error is not None:
@@ -142,9 +147,9 @@ class Exchange:
             handoff.params = None
             handoff.missing = True
 
-    async def _prefill_or_leave(self, request: EngineRequest) -> msgspec.Raw | None:
+    async def _prefill_or_leave(self, request: EngineRequest, tokens: int) -> msgspec.Raw | None:
         """Prefill; if this is cancelled, the prefill ends in its own time, and nothing stays behind."""
-        prefill = asyncio.create_task(self._prefill(request))
+        prefill = asyncio.create_task(self._prefill(request, tokens))
         try:
             return await asyncio.shield(prefill)
         except asyncio.CancelledError:
@@ -154,7 +159,7 @@ class Exchange:
             # The task holds its exception, whose traceback holds this frame: a cycle, with the request's body in it.
             del prefill
 
-    async def _prefill(self, request: EngineRequest) -> msgspec.Raw | None:
+    async def _prefill(self, request: EngineRequest, tokens: int) -> msgspec.Raw | None:
         attempts = Attempts()
         while True:
             try:
@@ -164,7 +169,7 @@ class Exchange:
                     raise
                 self._fall_back(request.story, error)
                 return None
-            load = Load(engine, relay.estimated_prompt_tokens(request.body))
+            load = Load(engine, tokens)
             try:
                 with self._leg(Role.PREFILL, request, load) as headers:
                     prefilled = await self._client.prefill(engine.url, headers, request)
@@ -191,16 +196,9 @@ class Exchange:
                 )
         engine.offers_handoffs = offered
 
-    @contextmanager
-    def _leg(self, role: Role, request: EngineRequest, load: Load) -> Iterator[CIMultiDict[str]]:
-        """One attempt on an engine, told to whoever wants to know; the headers to send there."""
-        request.story.attempt(role, load.url, load.rank)
-        begin = perf_counter()
-        with self._tracing.leg(role, load.url, for_rank(request.headers, load.rank)) as headers:
-            yield headers
-        seconds = perf_counter() - begin
-        request.story.succeeded(role, seconds)
-        self._metrics.leg_seconds(role, seconds)
+    def _leg(self, role: Role, request: EngineRequest, load: Load) -> "_Leg":
+        span = self._tracing.leg(role, load.url, for_rank(request.headers, load.rank))
+        return _Leg(self._metrics, span, role, request.story, load)
 
     def _fall_back(self, story: Story, error: ProxyError) -> None:
         story.mode = Mode.FALLBACK
@@ -234,3 +232,40 @@ class Exchange:
             self._registry.failed(engine, failure.kind)
         reason = failure.__cause__ or failure.kind.value
         logger.warning("%s engine %s: %s (%s)", engine.role, engine.url, failure, reason)
+
+
+class _Leg:
+    """One attempt on an engine, told to whoever wants to know; entering it gives the headers to send there.
+
+    A class, since two generators for every request would cost more than sending one.
+    """
+
+    __slots__ = ("_begin", "_load", "_metrics", "_role", "_span", "_story")
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        span: AbstractContextManager[CIMultiDict[str]],
+        role: Role,
+        story: Story,
+        load: Load,
+    ) -> None:
+        self._metrics = metrics
+        self._span = span
+        self._role = role
+        self._story = story
+        self._load = load
+
+    def __enter__(self) -> CIMultiDict[str]:
+        self._story.attempt(self._role, self._load.url, self._load.rank)
+        self._begin = perf_counter()
+        return self._span.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._span.__exit__(kind, error, trace)
+        if kind is None:
+            seconds = perf_counter() - self._begin
+            self._story.succeeded(self._role, seconds)
+            self._metrics.leg_seconds(self._role, seconds)

@@ -1,7 +1,7 @@
 """Which HTTP headers pass through the proxy, and the one request id of both legs."""
 
+import random
 import re
-import uuid
 from collections.abc import Iterable, Mapping
 
 from multidict import CIMultiDict
@@ -27,13 +27,15 @@ _HOP_BY_HOP = frozenset(
 # The body is re-encoded, so its length and coding are ours to say; `Expect` was answered by our server.
 _REPLACED_ON_REQUESTS = frozenset({"host", "content-length", "content-encoding", "expect"})
 
+_DROPPED_FROM_REQUESTS = _HOP_BY_HOP | _REPLACED_ON_REQUESTS
+
 _REQUEST_ID_MAX_CHARS = 256
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def request_headers(client: Mapping[str, str], request_id: str) -> CIMultiDict[str]:
     """What an engine gets: every end-to-end header of the client (repeated ones too), and the request id."""
-    headers = _end_to_end(client, _REPLACED_ON_REQUESTS)
+    headers = _end_to_end(client, _DROPPED_FROM_REQUESTS)
     headers[REQUEST_ID] = request_id
     return headers
 
@@ -56,7 +58,7 @@ def without_compression(headers: CIMultiDict[str]) -> CIMultiDict[str]:
 
 def response_headers(engine: Mapping[str, str]) -> CIMultiDict[str]:
     """What the client gets from an engine's answer: every end-to-end header."""
-    return _end_to_end(engine, frozenset())
+    return _end_to_end(engine, _HOP_BY_HOP)
 
 
 def without_address(headers: CIMultiDict[str], url: str) -> CIMultiDict[str]:
@@ -77,20 +79,20 @@ def request_id_for(header: str | None, body_id: str) -> str:
     for candidate in (header, body_id):
         if candidate and candidate.isascii() and candidate.isprintable() and len(candidate) <= _REQUEST_ID_MAX_CHARS:
             return candidate
-    return uuid.uuid4().hex
+    return f"{random.getrandbits(128):032x}"
 
 
-def _end_to_end(headers: Mapping[str, str], dropped: frozenset[str]) -> CIMultiDict[str]:
-    named = _connection_names(value for name, value in headers.items() if name.lower() == "connection")
-    unwanted = _HOP_BY_HOP | dropped | named
+def _end_to_end(headers: Mapping[str, str], unwanted: frozenset[str]) -> CIMultiDict[str]:
+    if "Connection" in headers:
+        unwanted |= _connection_names(value for name, value in headers.items() if name.lower() == "connection")
+    # A value that did not come as UTF-8 has lone surrogates, which cannot be written out again.
     return CIMultiDict(
-        (name, value) for name, value in headers.items() if name.lower() not in unwanted and _is_text(value)
+        [
+            (name, value)
+            for name, value in headers.items()
+            if name.lower() not in unwanted and (value.isascii() or not _SURROGATE.search(value))
+        ]
     )
-
-
-def _is_text(value: str) -> bool:
-    """Whether a value came as UTF-8. Any other arrives as lone surrogates, which cannot be written out again."""
-    return value.isascii() or not _SURROGATE.search(value)
 
 
 def _connection_names(values: Iterable[str]) -> frozenset[str]:

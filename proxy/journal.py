@@ -25,6 +25,8 @@ KEPT_RECORDS = 200
 KEPT_STORIES = 8
 """How many prompts of one request are told of."""
 
+_encode = msgspec.json.Encoder().encode
+
 _FINE = frozenset({"ok", CLIENT_GONE})
 _ANSWER_TOKENS = re.compile(rb'"(?:completion|output)_tokens": ?(\d{1,12})\b')
 _TAIL_BYTES = 4096
@@ -120,4 +122,4 @@ class Journal:
         if record.outcome not in _FINE:
             self.failed.append(record)
         if logger.isEnabledFor(logging.INFO):
-            logger.info("%s", msgspec.json.encode(record).decode())
+            logger.info(_encode(record).decode())

@@ -5,6 +5,7 @@ Room for the next feature: a count is a ``Counter`` in ``Metrics``; what the eng
 """
 
 from collections.abc import Iterator
+from typing import TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -16,6 +17,8 @@ from proxy.errors import FailureKind
 from proxy.health import Standing
 from proxy.registry import Registry
 from proxy.routing import Role
+
+_Metric = TypeVar("_Metric", Counter, Histogram)
 
 _LEG_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
@@ -47,6 +50,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._children: dict[tuple[object, ...], Counter | Histogram] = {}
         self._requests = Counter(
             "pd_proxy_requests", "Client requests by how they ended", ("endpoint", "outcome"), registry=self._registry
         )
@@ -99,15 +103,23 @@ class Metrics:
         self, endpoint: str, outcome: str, first_byte_seconds: float | None, queue_seconds: float | None
     ) -> None:
         """Count a client's request by how it ended."""
-        self._requests.labels(endpoint, outcome).inc()
+        self._child(self._requests, endpoint, outcome).inc()
         if queue_seconds is not None:
             self._queue_seconds.observe(queue_seconds)
         if first_byte_seconds is not None:
-            self._first_byte_seconds.labels(endpoint).observe(first_byte_seconds)
+            self._child(self._first_byte_seconds, endpoint).observe(first_byte_seconds)
 
     def leg_seconds(self, role: Role, seconds: float) -> None:
         """Note the time of one attempt that succeeded; failed ones are counted, by ``engine_failed``."""
-        self._leg_seconds.labels(role).observe(seconds)
+        self._child(self._leg_seconds, role).observe(seconds)
+
+    def _child(self, metric: _Metric, *labels: str) -> _Metric:
+        """A metric for some labels. The library's own look-up takes a lock and copies the labels, every time."""
+        key = (metric, *labels)
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = metric.labels(*labels)
+        return cast("_Metric", child)
 
     def engine_failed(self, role: Role, kind: FailureKind) -> None:
         """Count a failed attempt."""

@@ -2,22 +2,18 @@
 
 from importlib.resources import files
 
-from aiohttp import web
+from multidict import CIMultiDict
 
 from proxy import admin
+from proxy.admin import Handler
 from proxy.admission import Admission
+from proxy.http1.request import Request, Response
 from proxy.registry import Registry
 from proxy.respond import json_response
 from proxy.routing import Role
 from proxy.sight import Sight
 
-_READ_PATHS = frozenset({"/health", "/ready", "/metrics", "/status", "/status.json"})
 _READING_METHODS = frozenset({"GET", "HEAD"})
-
-
-def is_own(request: web.Request) -> bool:
-    """Whether a request is for the proxy itself: it is neither queued nor counted, and works while draining."""
-    return request.path.startswith(admin.PREFIX) or (request.path in _READ_PATHS and request.method in _READING_METHODS)
 
 
 class Operations:
@@ -29,22 +25,30 @@ class Operations:
         self._metrics = sight.metrics
         self._journal = sight.journal
         self._admin = administration
-        self._page = files("proxy").joinpath("status.html").read_text(encoding="utf-8")
+        self._page = files("proxy").joinpath("status.html").read_bytes()
+        self._handlers: dict[str, Handler] = {
+            "/health": self._health,
+            "/ready": self._ready,
+            "/metrics": self._show_metrics,
+            "/status": self._show_page,
+            "/status.json": self._status,
+        }
 
-    def add_routes(self, router: web.UrlDispatcher) -> None:
-        """Add our paths, for reading only: with any other method they are an engine's."""
-        router.add_get("/health", self._health)
-        router.add_get("/ready", self._ready)
-        router.add_get("/metrics", self._show_metrics)
-        router.add_get("/status", self._show_page)
-        router.add_get("/status.json", self._status)
-        self._admin.add_routes(router)
+    def handler(self, request: Request) -> Handler | None:
+        """What answers a request for the proxy itself: it is neither queued nor counted, and works while draining.
 
-    async def _health(self, _request: web.Request) -> web.Response:
+        None is for the engines' requests, as are our paths with any method that does not only read.
+        """
+        path = request.path
+        if path.startswith(admin.PREFIX):
+            return self._admin.handler(request.method, path)
+        return self._handlers.get(path) if request.method in _READING_METHODS else None
+
+    async def _health(self, _request: Request) -> Response:
         """Whether this process is alive; says nothing about engines."""
         return json_response(200, {"status": "ok"})
 
-    async def _ready(self, _request: web.Request) -> web.Response:
+    async def _ready(self, _request: Request) -> Response:
         """Whether requests can be served: not draining, and an engine known to be up in each role."""
         engines: dict[str, dict[str, int]] = {role: {} for role in Role}
         for engine, standing in self._registry.standings():
@@ -54,15 +58,15 @@ class Operations:
         ready = not draining and all(self._registry.is_up(role) for role in Role)
         return json_response(200 if ready else 503, {"ready": ready, "draining": draining, "engines": engines})
 
-    async def _show_metrics(self, _request: web.Request) -> web.Response:
-        return web.Response(body=self._metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4"})
+    async def _show_metrics(self, _request: Request) -> Response:
+        return Response(200, CIMultiDict({"Content-Type": "text/plain; version=0.0.4"}), self._metrics.render())
 
-    async def _show_page(self, _request: web.Request) -> web.Response:
+    async def _show_page(self, _request: Request) -> Response:
         """The page itself, which holds nothing; it reads ``/status.json``."""
-        policy = {"Content-Security-Policy": _PAGE_POLICY}
-        return web.Response(text=self._page, content_type="text/html", charset="utf-8", headers=policy)
+        headers = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": _PAGE_POLICY}
+        return Response(200, CIMultiDict(headers), self._page)
 
-    async def _status(self, request: web.Request) -> web.Response:
+    async def _status(self, request: Request) -> Response:
         """Engines, load, recent requests and errors, newest first; needs the admin token if there is one."""
         self._admin.allow_reading(request)
         status = {

@@ -160,7 +160,7 @@ class Registry:
         """Choose an engine, or None if none may be used."""
         turn = self._turns[role]
         self._turns[role] = turn + 1
-        url = pick(self.loads(role), excluded, self._policies[role], hints._replace(turn=turn))
+        url = pick(self.loads(role), excluded, self._policies[role], Hints(hints.prefix, hints.session, turn))
         return None if url is None else self._engines[role][url]
 
     def is_up(self, role: Role) -> bool:

@@ -8,9 +8,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import NoReturn
 
-import aiohttp
-from aiohttp import web
-
 from proxy.admin import Admin, read_token
 from proxy.admission import Admission
 from proxy.background import in_background
@@ -21,6 +18,9 @@ from proxy.config import ProxyConfig, Timeouts
 from proxy.config_file import ConfigFile
 from proxy.engines import KEEP_ALIVE_SECONDS, EngineClient
 from proxy.exchange import Exchange
+from proxy.http1.listener import Listener
+from proxy.http1.pool import Pool
+from proxy.http1.server import Patience, Service
 from proxy.operations import Operations
 from proxy.registry import Origin, Registry
 from proxy.releases import Releases
@@ -44,15 +44,15 @@ _CUT_OFF_SECONDS = 2.0
 class RunningProxy:
     """A proxy that accepts requests at ``address``."""
 
-    def __init__(self, site: web.TCPSite, address: str, admission: Admission) -> None:
+    def __init__(self, listener: Listener, address: str, admission: Admission) -> None:
         self.address = address
         self.admission = admission
-        self._site = site
+        self._listener = listener
 
     async def drain(self, timeout_seconds: float) -> bool:
         """Take no new requests and wait for the open ones; whether all of them ended in time."""
         self.admission.draining = True
-        await self._site.stop()
+        self._listener.stop()
         logger.info("draining: %d requests are open", self.admission.in_flight)
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -78,26 +78,22 @@ async def running(config: ProxyConfig) -> AsyncIterator[RunningProxy]:
     admission = Admission(config.limits)
     seen = sight(tracing_to(config.otlp_endpoint))
     seen.metrics.watch(registry, admission)
-    async with _session(config.timeouts) as session:
-        client = EngineClient(session, config.timeouts)
+    async with _pool(config.timeouts) as pool:
+        client = EngineClient(pool, config.timeouts)
         releases = Releases(client, registry, seen.metrics)
         exchange = Exchange(client, registry, seen, releases, config.routing)
         administration = Admin(registry, token, config.routing.num_ranks)
         operations = Operations(registry, admission, seen, administration)
         server = Server(config, exchange, admission, seen, operations)
-        # Without handler_cancellation aiohttp lets a handler run on when its client has left.
-        runner = web.AppRunner(
-            server.application(), handler_cancellation=True, access_log=None, shutdown_timeout=_CANCEL_SECONDS
-        )
-        await runner.setup()
+        patience = Patience(stall_seconds=config.timeouts.idle_seconds)
+        listener = Listener(Service(server.serve, server.refuse, patience))
         try:
-            site = web.TCPSite(runner, config.host, config.port)
-            await site.start()
+            await listener.start(config.host, config.port)
             checks = Checks(client, registry, config.timeouts.health_seconds)
             async with in_background(checks.run(), *_following(config, registry)):
-                yield RunningProxy(site, _address(runner), admission)
+                yield RunningProxy(listener, _address(listener), admission)
         finally:
-            await runner.cleanup()
+            await listener.close(_CANCEL_SECONDS)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_CUT_OFF_SECONDS):
                     await admission.wait_idle()
@@ -146,8 +142,8 @@ async def serve(config: ProxyConfig, announce: Callable[[str], None]) -> None:
 
 
 async def _canary(config: ProxyConfig) -> None:
-    async with _session(config.timeouts) as session:
-        canary = Canary(EngineClient(session, config.timeouts), os.environ.get(ENGINE_KEY_VARIABLE))
+    async with _pool(config.timeouts) as pool:
+        canary = Canary(EngineClient(pool, config.timeouts), os.environ.get(ENGINE_KEY_VARIABLE))
         await canary.move_kv(config.prefill_urls, config.decode_urls, config.canary_seconds)
 
 
@@ -164,17 +160,11 @@ async def _ended_before_a_signal(work: Coroutine[None, None, None], signals: asy
     return done
 
 
-def _session(timeouts: Timeouts) -> aiohttp.ClientSession:
-    """One pool for all engines. It adds nothing to requests and changes nothing in answers."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
-        timeout=aiohttp.ClientTimeout(total=None, connect=timeouts.connect_seconds),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        auto_decompress=False,
-        skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
-    )
+def _pool(timeouts: Timeouts) -> Pool:
+    """One pool for all engines."""
+    return Pool(timeouts.connect_seconds, KEEP_ALIVE_SECONDS)
 
 
-def _address(runner: web.AppRunner) -> str:
-    host, port = runner.addresses[0][:2]
+def _address(listener: Listener) -> str:
+    host, port = listener.address
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from aiohttp import StreamReader, web
-
 from proxy.errors import ProxyError
+from proxy.http1.content import Content
+from proxy.http1.errors import MessageError
 
 
 class Upload:
@@ -14,7 +14,7 @@ class Upload:
     engine.
     """
 
-    def __init__(self, content: StreamReader, idle_seconds: float) -> None:
+    def __init__(self, content: Content, idle_seconds: float) -> None:
         self.under_way = False
         """Whether some of it may have been sent, but not all."""
         self.error: ProxyError | None = None
@@ -28,12 +28,12 @@ class Upload:
         self.under_way = True
         try:
             async with asyncio.timeout(self._idle_seconds):
-                piece = await self._content.readany()
+                piece = await self._content.next_piece()
         except TimeoutError:
             self.error = ProxyError(408, "The request body did not arrive in time")
             raise
-        except web.RequestPayloadError as error:
-            self.error = ProxyError(400, f"The request body cannot be read: {error}")
+        except MessageError as error:
+            self.error = ProxyError(error.status, f"The request body cannot be read: {error}")
             raise
         if not piece:
             self.under_way = False

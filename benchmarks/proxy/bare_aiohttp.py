@@ -1,7 +1,7 @@
-"""The two legs on aiohttp's server and client and nothing else: what the proxy's HTTP library costs by itself.
+"""The two legs on aiohttp's server and client and nothing else: what that library costs by itself.
 
-``python -m benchmarks.proxy.bare_aiohttp --port PORT --prefill URL --decode URL``. The sessions are set up as the
-proxy sets them up.
+``python -m benchmarks.proxy.bare_aiohttp --port PORT --prefill URL --decode URL``. The sessions are set up
+to do as little as they can.
 """
 
 import argparse

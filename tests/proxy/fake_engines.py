@@ -21,6 +21,8 @@ import uvloop
 from aiohttp import web
 
 from proxy.config import Limits, ProxyConfig, RoutingConfig, Timeouts
+from proxy.http1.listener import Listener
+from proxy.http1.server import Service
 from proxy.service import running
 
 TOKENS_PER_CHOICE = 3
@@ -426,6 +428,17 @@ async def cluster(prefills=1, decodes=1, *, leaves_open=0, unreachable=(), **set
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == {asyncio.current_task()}, "a task was left behind"
     await until(lambda: num_sockets() <= sockets)
+
+
+@asynccontextmanager
+async def listening(server, serve=None):
+    """A proxy's face alone; its address. ``serve`` may stand between it and its clients."""
+    listener = Listener(Service(serve or server.serve, server.refuse))
+    await listener.start("127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{listener.address[1]}"
+    finally:
+        await listener.close(0.01)
 
 
 def num_sockets():

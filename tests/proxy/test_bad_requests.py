@@ -3,8 +3,8 @@
 import asyncio
 import json
 
+import aiohttp
 import pytest
-from aiohttp.test_utils import TestClient, TestServer
 
 from proxy.admin import Admin
 from proxy.admission import Admission
@@ -14,7 +14,7 @@ from proxy.registry import Registry
 from proxy.routing import POLICIES
 from proxy.server import Server
 from proxy.sight import sight
-from tests.proxy.fake_engines import IDLE, IMPATIENT, Drop, asynchronous, cluster, error_of, events, until
+from tests.proxy.fake_engines import IDLE, IMPATIENT, Drop, asynchronous, cluster, error_of, events, listening, until
 
 PATH = "/v1/completions"
 STREAM = {"prompt": "hello", "stream": True}
@@ -172,8 +172,8 @@ async def test_a_bug_of_ours_still_has_the_shape_of_an_error(caplog):
     admission, seen = Admission(config.limits), sight()
     operations = Operations(Registry({}), admission, seen, Admin(Registry({}), None))
     server = Server(config, BuggyExchange(), admission, seen, operations)
-    async with TestClient(TestServer(server.application())) as client:
-        response = await client.post(PATH, json=STREAM)
+    async with listening(server) as url, aiohttp.ClientSession() as client:
+        response = await client.post(url + PATH, json=STREAM)
         assert response.status == 500
         assert (await error_of(response))["type"] == "InternalServerError"
     assert "a bug in the proxy" in caplog.text

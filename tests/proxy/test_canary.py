@@ -7,12 +7,12 @@ import sys
 from collections import Counter
 from contextlib import asynccontextmanager
 
-import aiohttp
 import pytest
 from aiohttp import web
 
 from proxy.canary import Canary, CanaryError, Counts, Pace, loaded, losses, read_counts
 from proxy.engines import EngineClient
+from proxy.http1.pool import Pool
 from tests.proxy.fake_engines import PATIENT, Drop, FakeEngine, Ledger, Refuse, asynchronous
 
 HASTY = Pace(look_seconds=0.01, check_seconds=0.5, count_seconds=0.1, try_seconds=2.0, pauses=(0.01, 0.01))
@@ -78,8 +78,8 @@ async def engines(prefills=1, decodes=1):
 
 
 async def sing(prefills, decodes, wait_seconds=0.1, key=None):
-    async with aiohttp.ClientSession() as session:
-        canary = Canary(EngineClient(session, PATIENT), key, HASTY)
+    async with Pool() as pool:
+        canary = Canary(EngineClient(pool, PATIENT), key, HASTY)
         await canary.move_kv([engine.url for engine in prefills], [engine.url for engine in decodes], wait_seconds)
 
 
@@ -163,10 +163,10 @@ async def test_a_pair_gets_another_try():
 )
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_an_engine_that_fails_is_a_reason(role, fault, told):
-    async with engines() as (prefills, decodes), aiohttp.ClientSession() as session:
+    async with engines() as (prefills, decodes), Pool() as pool:
         (prefills if role == "prefill" else decodes)[0].always = fault
         pace = Pace(look_seconds=0.01, count_seconds=0.1, try_seconds=0.1, pauses=())
-        canary = Canary(EngineClient(session, PATIENT), None, pace)
+        canary = Canary(EngineClient(pool, PATIENT), None, pace)
         with pytest.raises(CanaryError, match=re.escape(told)):
             await canary.move_kv([prefills[0].url], [decodes[0].url], 1.0)
 

@@ -3,13 +3,13 @@
 import asyncio
 import logging
 
-import aiohttp
 import pytest
 
 from proxy.checks import Checks
 from proxy.config import Timeouts
 from proxy.engines import EngineClient
 from proxy.health import Check, Standing
+from proxy.http1.pool import Pool
 from proxy.registry import Registry
 from proxy.routing import Role, least_tokens
 from tests.proxy.fake_engines import asynchronous, until
@@ -39,5 +39,5 @@ async def test_a_bug_in_one_check_ends_no_other_and_counts_against_its_engine(ca
 @asynchronous
 @pytest.mark.parametrize("host", ["d..svc", "d" * 64 + ".svc"])
 async def test_a_name_that_dns_cannot_hold_is_an_unreachable_engine(host):
-    async with aiohttp.ClientSession() as session:
-        assert await EngineClient(session, Timeouts()).check(f"http://{host}:8200", 1.0) is Check.UNWELL
+    async with Pool() as pool:
+        assert await EngineClient(pool, Timeouts()).check(f"http://{host}:8200", 1.0) is Check.UNWELL

@@ -8,20 +8,20 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from proxy.admin import Admin
 from proxy.admission import Admission
 from proxy.config import ProxyConfig, Timeouts
 from proxy.engines import EngineClient
 from proxy.exchange import Exchange
+from proxy.http1.pool import Pool
 from proxy.operations import Operations
 from proxy.registry import Registry
 from proxy.releases import Releases
 from proxy.routing import Role, least_tokens
 from proxy.server import Server
 from proxy.sight import sight
-from tests.proxy.fake_engines import Drop, FakeEngine, Ledger, asynchronous, cluster, num_sockets, until
+from tests.proxy.fake_engines import Drop, FakeEngine, Ledger, asynchronous, cluster, listening, num_sockets, until
 
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 5}
 STREAM = BODY | {"stream": True}
@@ -227,18 +227,15 @@ async def server_that_does_not_cancel():
     registry.add(Role.DECODE, [decode.url])
     config = ProxyConfig((prefill.url,), (decode.url,))
     admission = Admission(config.limits)
-    async with aiohttp.ClientSession() as session:
-        client = EngineClient(session, Timeouts())
+    async with Pool() as pool:
+        client = EngineClient(pool, Timeouts())
         exchange = Exchange(client, registry, seen, Releases(client, registry, seen.metrics), config.routing)
         operations = Operations(registry, admission, seen, Admin(registry, None))
         server = Server(config, exchange, admission, seen, operations)
-        runner = web.AppRunner(server.application(), access_log=None, shutdown_timeout=0.01)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}", decode, admission, seen.metrics
+            async with listening(server, lambda request: asyncio.shield(server.serve(request))) as url:
+                yield url, decode, admission, seen.metrics
         finally:
-            await runner.cleanup()
             await asyncio.gather(prefill.stop(), decode.stop())
 
 

@@ -451,3 +451,30 @@ async def test_after_a_broken_stream_the_next_request_on_its_connection_is_answe
                 body = {"model": "m", "prompt": prompt, "stream": True}
                 async with client.post(c.url + "/v1/completions", json=body) as response:
                     assert (await response.read()).endswith(b"data: [DONE]\n\n")
+
+
+@asynchronous
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_an_engine_that_closes_a_kept_connection_on_a_request_costs_the_client_nothing(role):
+    async with cluster() as c:
+        engine = {"prefill": c.prefills[0], "decode": c.decodes[0]}[role]
+        for fault in (None, Drop.BEFORE_HEAD, None):
+            engine.faults.append(fault)
+            async with c.post(body=STREAM) as response:
+                assert response.status == 200
+                assert (await response.read()).endswith(b"data: [DONE]\n\n")
+        # Prefill is asked again as if nothing had been, and decode with fresh params: it may have seen the first ones.
+        lost = f'pd_proxy_engine_failures_total{{kind="lost",role="{role}"}}'
+        assert await c.metric(lost) == (role == "decode")
+        assert len(c.prefills[0].generations) == 4
+
+
+@asynchronous
+async def test_engines_that_were_started_again_are_asked_on_new_connections():
+    async with cluster() as c:
+        for _ in range(2):
+            async with c.post(body=STREAM) as response:
+                assert (await response.read()).endswith(b"data: [DONE]\n\n")
+            for engine in (c.prefills[0], c.decodes[0]):
+                await engine.restart()
+        assert await c.standing(c.decodes[0]) == "unknown"

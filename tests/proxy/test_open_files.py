@@ -6,15 +6,14 @@ import resource
 import socket
 import sys
 
-import aiohttp
 import pytest
 from multidict import CIMultiDict
-from yarl import URL
 
 from proxy.config import Timeouts
 from proxy.engines import EngineClient
 from proxy.errors import EngineFailedError, FailureKind
 from proxy.health import Check
+from proxy.http1.pool import Pool
 from proxy.registry import Engine, Load
 from proxy.routing import Role
 from tests.proxy.fake_engines import asynchronous
@@ -57,15 +56,15 @@ async def test_a_hard_limit_that_is_too_low_is_told():
     ],
 )
 async def test_no_engine_is_blamed_for_what_the_proxy_lacks(number, kind, found):
-    def lacking(_address):
+    async def lacking(*_args, **_kwargs):
         raise OSError(number, "no")
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(socket_factory=lacking)) as session:
-            client = EngineClient(session, Timeouts())
+        async with Pool(connect=lacking) as pool:
+            client = EngineClient(pool, Timeouts())
             assert await client.check(url, 1.0) is found
             with pytest.raises(EngineFailedError) as failure:
-                await client.forward("GET", URL(url), CIMultiDict(), None, Load(Engine(Role.DECODE, url), 0))
+                await client.forward("GET", "/", CIMultiDict(), None, Load(Engine(Role.DECODE, url), 0))
     assert failure.value.kind is kind
     assert failure.value.as_proxy_error().status == 503
