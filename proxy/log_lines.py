@@ -12,6 +12,12 @@ class CheapFormatter(logging.Formatter):
         self._second = 0
         self._text = ""
 
+    def format(self, record: logging.LogRecord) -> str:
+        """As ``logging`` does it, without the detours that a plain line does not need."""
+        if record.args or record.exc_info or record.stack_info:
+            return super().format(record)
+        return f"{self.formatTime(record)} {record.levelname} {record.name}: {record.msg}"
+
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - logging's name
         """As ``logging`` writes it by default."""
         second = int(record.created)
