@@ -128,6 +128,8 @@ class FakeEngine:
         self.silent = False
         self.release_seconds = 0.0
         self.answer_seconds = 0.0
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
         self.begin = None
         self._runner = None
         self._port = 0
@@ -239,6 +241,7 @@ class FakeEngine:
             }
         data = json.dumps(reply).encode()
         await asyncio.sleep(self.answer_seconds)
+        await self.may_answer.wait()
         if fault is None:
             return web.Response(body=data, content_type="application/json")
         response = web.StreamResponse(headers={"Content-Type": "application/json"})

@@ -138,8 +138,9 @@ async def leave_at(c, point, body, pause_seconds=0.0):
             await until(lambda: prefill.generations[-1].aborted)
             assert decode.seen == []
         case Point.PREFILL_IS_ANSWERING:
-            prefill.answer_seconds = 0.02
+            prefill.may_answer.clear()
             await left_when(c, body, lambda: c.ledger.open_grants(), pause_seconds)
+            prefill.may_answer.set()
             await until(lambda: c.ledger.count("released") == num_released + 1)
             assert decode.generations == []
         case Point.DECODE_HAS_THE_REQUEST:
