@@ -96,6 +96,10 @@ class _Read:
     failure: str | None = None
     is_over: bool = False
 
+    @property
+    def is_warm_up(self) -> bool:
+        return self.before is None and self.after is None
+
 
 class StagedPull:
     """A pull transport whose reads stay at a stage for as long as a file says so."""
@@ -176,7 +180,9 @@ class StagedPull:
     def _stays(self, transfer: Transfer, stage: Stage | None) -> bool:
         if not self._is_held(stage):
             return False
-        (self._folder / f"reached-{stage}-{transfer}").touch()
+        # A fault in the middle of connecting is another fault, and another case.
+        if not any(read.is_warm_up and not read.is_over for read in self._reads.values()):
+            (self._folder / f"reached-{stage}-{transfer}").touch()
         return True
 
     def take_word(self, transfer: Transfer) -> int:
