@@ -29,6 +29,9 @@ _DRAIN_SECONDS = 2.0
 _PULL_BACKEND_PARAMS = {"num_threads": "1", "split_batch_size": "2"}
 """A read goes to the worker thread when at least ``split_batch_size`` descriptors are left after merging. A lease word,
 which is one, does not wait there behind others' KV (docs/adr/0012)."""
+_PULL_ENGINE_CONFIG = "KEEPALIVE_INTERVAL=inf"
+"""UCX asks every 20 s over TCP, even on one host, whether a peer lives, and the next read ends only once that peer has
+taken part. A pulling agent need not ask: a read from a dead peer fails by itself, one from a stopped peer in time."""
 
 
 class NixlServeTransport:
@@ -36,8 +39,7 @@ class NixlServeTransport:
 
     ``backend_params`` go to NIXL's UCX backend as they are; its ``engine_config`` takes UCX settings. The progress
     thread sleeps until an event, at most ``progress_seconds``: that costs idle processor time and delays connections,
-    not reads. Raises TransportError when NIXL refuses the memory or
-    the parameters, ConfigError when there is no usable NIXL.
+    not reads. Raises TransportError when NIXL refuses memory or parameters, ConfigError when there is no usable NIXL.
     """
 
     def __init__(
@@ -137,9 +139,8 @@ class NixlPullTransport:
             raise TransportError(f"peer {key} has no lease word {slot}")
         landing = initiator.landing.take()
         try:
-            handle = initiator.agent.start_read(
-                initiator.landing.descriptors, _index(landing), peer.words, _index(slot)
-            )
+            where = initiator.landing.descriptors
+            handle = initiator.agent.start_read(where, _index(landing), peer.words, _index(slot))
         except TransportError:
             initiator.landing.give_back(landing)
             raise
@@ -278,7 +279,8 @@ class _Initiator:
 
     def __init__(self, settings: _Settings) -> None:
         self._connected: set[str] = set()
-        params = _PULL_BACKEND_PARAMS | settings.backend_params
+        engine_config = ",".join(filter(None, (_PULL_ENGINE_CONFIG, settings.backend_params.get("engine_config"))))
+        params = _PULL_BACKEND_PARAMS | settings.backend_params | {"engine_config": engine_config}
         self.agent = NixlAgent(settings.name, params, capture_telemetry=settings.capture_telemetry)
         try:
             self.agent.register(settings.region)

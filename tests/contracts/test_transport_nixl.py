@@ -192,6 +192,39 @@ def test_rebuild_does_not_wait_for_a_process_that_hangs():
         assert (pulling.region == 7).all()
 
 
+UCX_KEEPALIVE_SECONDS = 20.0
+
+
+def words_are_read_while_stopped(engine_config: str, idle_seconds: float) -> bool:
+    """On the same host, over connections that were idle for so long when their peer was stopped."""
+    with serving.ServingProcess(REGION_BYTES) as process, Pulling(engine_config) as pulling:
+        pulling.add(process)
+        pulling.read()
+        time.sleep(idle_seconds)
+        process.stop()
+        transfers = []
+        try:
+            for _ in range(100):
+                pulling.read()
+                transfers.append(pulling.transport.submit_word_read(PEER, 0))
+                finish(pulling.transport, transfers[-1], seconds=2)
+        except AssertionError:
+            return False
+        finally:
+            process.go_on()
+        return len(transfers) == 100
+
+
+def test_reads_on_the_same_host_do_not_need_their_peer():
+    """Not even the first ones after an idle time that is longer than UCX waits to ask whether a peer lives."""
+    assert words_are_read_while_stopped("", UCX_KEEPALIVE_SECONDS + 1)
+
+
+def test_a_peer_that_is_asked_whether_it_lives_has_to_answer_before_a_read_ends():
+    """The control, and that an operator's setting is obeyed."""
+    assert not words_are_read_while_stopped("KEEPALIVE_INTERVAL=100ms", 0.2)
+
+
 def test_neighbouring_blocks_are_merged_layer_by_layer(process):
     with Pulling(capture_telemetry=True) as pulling:
         pulling.add(process)

@@ -126,6 +126,8 @@ class StagedPull:
         return self._begin(read)
 
     def submit_warm_up(self, key: PeerKey) -> Transfer:
+        # A word read that follows belongs to the connection, even after KV that nobody wanted a proof of any more.
+        self._proof_is_next = False
         return self._begin(_Read(lambda: self._inner.submit_warm_up(key)))
 
     def _begin(self, read: _Read) -> Transfer:

@@ -6,7 +6,7 @@ import pytest
 from pd_transfer.core.params import PeerKey
 from pd_transfer.errors import TransportError
 from pd_transfer.transport.memory import MemoryFabric, MemoryPullTransport, MemoryServeTransport
-from tests.contracts.transport_rig import Rig, read_word
+from tests.contracts.transport_rig import Rig, finish, read_word
 from tests.faults.stages import Stage, StagedPull, Stages
 
 PEER = PeerKey("peer")
@@ -101,6 +101,16 @@ def test_the_word_is_read_where_the_stage_says(rig, stages):
 def test_the_read_that_sets_up_a_connection_is_not_held(rig, stages):
     served = rig.add()
     with stages.holding(Stage.BEFORE_WORD), stages.holding(Stage.AFTER_WORD):
+        assert read_word(rig.pull, "peer", 3) == served.words[3]
+
+
+def test_nor_is_it_after_a_read_whose_proof_nobody_wants(rig, stages):
+    served = rig.add()
+    aborted = Receive(rig).transfer
+    finish(rig.pull, aborted)
+    rig.pull.release(aborted)
+    with stages.holding(Stage.BEFORE_WORD), stages.holding(Stage.AFTER_WORD):
+        rig.pull.release(rig.pull.submit_warm_up(PEER))
         assert read_word(rig.pull, "peer", 3) == served.words[3]
 
 
