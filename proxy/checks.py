@@ -6,7 +6,7 @@ import random
 from typing import NoReturn
 
 from proxy.engines import EngineClient
-from proxy.health import Check
+from proxy.health import SILENT_CHECKS, Check
 from proxy.registry import Engine, Registry
 
 logger = logging.getLogger("proxy.checks")
@@ -14,13 +14,17 @@ logger = logging.getLogger("proxy.checks")
 EARLIEST = 0.5
 """The part of the interval after which the next round may begin. Rounds are spread, so that the proxies of a fleet do
 not ask in step."""
+ANSWER = 0.4
+"""The part of the interval within which an answer has to come. With ``SILENT_CHECKS`` of them and the wait for the round,
+an engine that has fallen silent is known to be so within two intervals. One that was killed may be silent for seconds,
+until the last of its threads has ended: until then the kernel takes connections in its name."""
 
 
 class Checks:
     """Checks the engines of a registry until cancelled.
 
     A round waits for no answer, so that one silent engine does not keep the others from being checked. An engine that
-    refuses connections is known to be down after at most one interval.
+    refuses connections is suspect after at most one interval. One that is silent is asked again at once.
     """
 
     def __init__(self, client: EngineClient, registry: Registry, interval_seconds: float) -> None:
@@ -41,11 +45,18 @@ class Checks:
 
     async def _check(self, engine: Engine) -> None:
         try:
-            found = await self._client.check(engine.url, self._interval_seconds)
+            for _ in range(SILENT_CHECKS):
+                found = await self._found(engine)
+                self._registry.checked(engine, found)
+                if found is not Check.SILENT:
+                    return
+        finally:
+            self._under_way.discard(engine)
+
+    async def _found(self, engine: Engine) -> Check:
+        try:
+            return await self._client.check(engine.url, ANSWER * self._interval_seconds)
         except Exception:
             # Left to the group, it would end the checks of all engines.
             logger.exception("a bug in the proxy spoilt the check of %s engine %s", engine.role, engine.url)
-            found = Check.UNWELL
-        finally:
-            self._under_way.discard(engine)
-        self._registry.checked(engine, found)
+            return Check.UNWELL

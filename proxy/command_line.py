@@ -205,7 +205,7 @@ def _add_timeouts(parser: argparse.ArgumentParser, defaults: Timeouts) -> None:
         ("decode", "longest wait for the first byte of a decode engine (all of it without streaming)"),
         ("idle", "longest wait between two pieces of an answer"),
         ("drain", "longest wait for open requests after SIGTERM or Ctrl-C"),
-        ("health", "between two checks of an engine's health, and longest wait for its answer"),
+        ("health", "between two checks of an engine's health; a dead engine is out of rotation within two of them"),
     ):
         option = "--health-interval-seconds" if name == "health" else f"--{name}-timeout-seconds"
         group.add_argument(

@@ -26,7 +26,7 @@ class Timeouts:
     drain_seconds: float = 30.0
     """For open requests, once the proxy was told to stop."""
     health_seconds: float = 1.0
-    """Between two checks of an engine's health, and for the answer to one."""
+    """Between two checks of an engine's health."""
 
 
 @dataclass(frozen=True, slots=True)

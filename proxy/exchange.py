@@ -179,13 +179,16 @@ class Exchange:
             finally:
                 load.end()
             engine.health.answered()
-            request.story.prefilled(prefilled.request_id, prefilled.prompt_tokens, prefilled.handoff_tokens)
-            self._metrics.handoff_tokens.inc(prefilled.handoff_tokens)
-            self._note_offer(engine, request.story, offered=prefilled.params is not None)
+            self._note_offer(engine, request.story, prefilled)
             return prefilled.params
 
-    def _note_offer(self, engine: Engine, story: Story, *, offered: bool) -> None:
-        if not offered:
+    def _note_offer(self, engine: Engine, story: Story, prefilled: relay.Prefilled) -> None:
+        story.prefilled(
+            prefilled.request_id, prefilled.prompt_tokens, prefilled.handoff_tokens, prefilled.handoff_bytes
+        )
+        self._metrics.handoff_tokens.inc(prefilled.handoff_tokens)
+        self._metrics.handoff_bytes.inc(prefilled.handoff_bytes)
+        if prefilled.params is None:
             self._metrics.missing_handoffs.inc()
             story.mode = Mode.NOT_OFFERED
             if engine.offers_handoffs:
@@ -194,7 +197,7 @@ class Exchange:
                     "connector?",
                     engine.url,
                 )
-        engine.offers_handoffs = offered
+        engine.offers_handoffs = prefilled.params is not None
 
     def _leg(self, role: Role, request: EngineRequest, load: Load) -> "_Leg":
         span = self._tracing.leg(role, load.url, for_rank(request.headers, load.rank))

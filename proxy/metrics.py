@@ -69,6 +69,11 @@ class Metrics:
             "Tokens whose KV prefill offered to decode",
             registry=self._registry,
         )
+        self.handoff_bytes = Counter(
+            "pd_proxy_handoff_bytes",
+            "KV that prefill offered to decode",
+            registry=self._registry,
+        )
         self.releases = Counter(
             "pd_proxy_releases",
             "Hand-offs that no decode used, by whether prefill's KV was released",

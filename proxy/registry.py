@@ -128,10 +128,15 @@ class Registry:
         return [(engine, engine.standing(now)) for engine in self.members()]
 
     def add(self, role: Role, urls: Iterable[str], num_ranks: int = 0, origin: Origin = Origin.COMMAND_LINE) -> None:
-        """Take engines into rotation, also those that were draining; a member's load, health and origin are kept."""
+        """Take engines into rotation, also those that were draining; a member's load, health and origin are kept.
+
+        Only a file's engine is the file's, although it was faster to register itself: the file says what is to stay.
+        """
         for url in urls:
             known = self._engines[role].setdefault(url, Engine(role, url, num_ranks, origin))
             known.draining = False
+            if origin is Origin.FILE and known.origin is Origin.REGISTERED:
+                known.origin = origin
 
     def register(self, role: Role, url: str, num_ranks: int = 0) -> bool:
         """An engine says that it serves; whether it is a new member. One that an operator drains goes on draining."""

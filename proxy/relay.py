@@ -82,6 +82,8 @@ class Prefilled(NamedTuple):
     """As prefill counted them; 0 if it does not say."""
     handoff_tokens: int
     """Of these, the ones whose KV it offers; 0 if it does not say."""
+    handoff_bytes: int
+    """The KV that it offers; 0 if it does not say."""
 
 
 def read_prefill_reply(reply: bytes) -> Prefilled:
@@ -95,7 +97,8 @@ def read_prefill_reply(reply: bytes) -> Prefilled:
     # A null, an empty object or anything that is no object offers nothing.
     offered = object_field(top, TRANSFER_PARAMS)
     params = top[TRANSFER_PARAMS] if offered else None
-    return Prefilled(params, text_field(top, "id"), tokens, _count_field(offered, "remote_num_tokens"))
+    handoff = _count_field(offered, "remote_num_tokens"), _count_field(offered, "remote_num_bytes")
+    return Prefilled(params, text_field(top, "id"), tokens, *handoff)
 
 
 def decode_body(body: Body, params: msgspec.Raw | None) -> bytes:

@@ -37,11 +37,13 @@ class LegStory:
 
 @dataclass(slots=True)
 class Story:
-    """One prompt. ``prompt_tokens`` are those that prefill counted, ``handoff_tokens`` those whose KV it offered."""
+    """One prompt. ``prompt_tokens`` are those that prefill counted, ``handoff_tokens`` those whose KV it offered,
+    ``handoff_bytes`` the size of that."""
 
     mode: Mode = Mode.REMOTE
     prompt_tokens: int = 0
     handoff_tokens: int = 0
+    handoff_bytes: int = 0
     legs: dict[Role, LegStory] = field(default_factory=lambda: {role: LegStory() for role in Role})
 
     def attempt(self, role: Role, engine: str, rank: int | None) -> None:
@@ -58,8 +60,9 @@ class Story:
         """Decode said which request it was to itself."""
         self.legs[Role.DECODE].request_id = request_id
 
-    def prefilled(self, request_id: str, prompt_tokens: int, handoff_tokens: int) -> None:
+    def prefilled(self, request_id: str, prompt_tokens: int, handoff_tokens: int, handoff_bytes: int) -> None:
         """Prefill said which request it was to itself, how long the prompt is, and how much of it decode may read."""
         self.legs[Role.PREFILL].request_id = request_id
         self.prompt_tokens = prompt_tokens
         self.handoff_tokens = handoff_tokens
+        self.handoff_bytes = handoff_bytes

@@ -130,6 +130,11 @@ class GroupLayout(msgspec.Struct, frozen=True):
     block_size_tokens: int
     layers: tuple[LayerLayout, ...]
 
+    @property
+    def block_bytes(self) -> int:
+        """The data of one block in all layers, without padding, on one rank."""
+        return sum(layer.page_bytes for layer in self.layers)
+
 
 class EngineLayout(msgspec.Struct, frozen=True):
     """The KV geometry of every rank of one engine (homogeneous ranks: one layout serves all)."""

@@ -41,6 +41,14 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+class OfferedKv(NamedTuple):
+    """How much KV a grant offers: the tokens it holds, and the bytes in all layers and ranks that a decode engine reads
+    which has none of it."""
+
+    num_tokens: int
+    num_bytes: int
+
+
 class RemoteDecode(msgspec.Struct, frozen=True):
     """The request's KV will be pulled by a decode engine: keep it under a lease and answer with a grant."""
 
@@ -100,7 +108,7 @@ def _integer(value: object) -> int | None:
 
 
 def hand_off_params(
-    engine_id: EngineId, request_id: RequestId, address: Address, num_ranks: int, num_tokens: int, grant: str
+    engine_id: EngineId, request_id: RequestId, address: Address, num_ranks: int, size: OfferedKv, grant: str
 ) -> dict[str, Any]:
     """What prefill's answer carries to the router.
 
@@ -116,7 +124,8 @@ def hand_off_params(
         "remote_port": address.port,
         "remote_block_ids": [[1]],
         "tp_size": num_ranks,
-        "remote_num_tokens": num_tokens,
+        "remote_num_tokens": size.num_tokens,
+        "remote_num_bytes": size.num_bytes,
         "transfer_mode": "pull",
         "grant": grant,
     }

@@ -26,7 +26,7 @@ from pd_transfer.core.messages import (
     printable,
 )
 from pd_transfer.core.outcomes import Level, Outcome, Outcomes
-from pd_transfer.core.params import Address, Grant, LeaseId, RequestId, hand_off_params, seal_grant
+from pd_transfer.core.params import Address, Grant, LeaseId, OfferedKv, RequestId, hand_off_params, seal_grant
 
 logger = logging.getLogger("pd_transfer.prefill")
 
@@ -83,9 +83,14 @@ class PrefillSide:
             prompt.request_id,
             self._address,
             self._engine.num_ranks,
-            prompt.num_tokens,
+            OfferedKv(prompt.num_tokens, self._num_bytes(prompt)),
             seal_grant(grant, self._grant_key),
         )
+
+    def _num_bytes(self, prompt: FinishedPrompt) -> int:
+        pairs = zip(self._engine.layout.groups, prompt.tables, strict=True)
+        one_rank = sum(group.block_bytes * sum(map(bool, table)) for group, table in pairs)
+        return one_rank * self._engine.num_ranks
 
     def answer(self, message: Message | Malformed, now: float) -> Reply | None:
         """The reply to whatever a peer sent; None for what deserves none."""

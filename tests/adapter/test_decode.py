@@ -33,6 +33,8 @@ def hand_over(lab, prefill, decode, prompt, name="0", max_tokens=3, **fields):
         expected = memory_after(memory, prefill, decode, pages, rank)
         assert np.array_equal(decode.workers[rank].memory, expected), f"rank {rank} has other bytes"
     assert decode.quantities["bytes_verified"] - bytes_before == num_bytes(decode, pages)
+    assert num_bytes(decode, pages) <= params["remote_num_bytes"]
+    assert num_local or num_bytes(decode, pages) == params["remote_num_bytes"]
     lab.finish(decode, ids[1])
     assert decode.results[ids[1]].tokens == continuation(prompt, max_tokens)
     return pages

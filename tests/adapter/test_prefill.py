@@ -71,6 +71,7 @@ def test_params_have_the_names_that_routers_and_vllm_read(lab):
         "remote_block_ids": [[1]],
         "tp_size": 1,
         "remote_num_tokens": 99,
+        "remote_num_bytes": params["remote_num_bytes"],
         "remote_prefill_cached_tokens": 0,
         "transfer_mode": "pull",
         "grant": params["grant"],

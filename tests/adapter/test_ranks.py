@@ -63,7 +63,7 @@ def test_each_rank_reads_its_own_bytes(lab, num_tokens, pipelined):
         assert np.array_equal(decode.workers[rank].memory, memory_after(memory, prefill, decode, pages, rank))
     assert not np.array_equal(decode.workers[0].memory, decode.workers[1].memory)
     # Bytes add up over ranks; the tokens are the same ones.
-    assert decode.quantities["bytes_verified"] == num_bytes(decode, pages)
+    assert decode.quantities["bytes_verified"] == num_bytes(decode, pages) == params["remote_num_bytes"]
     assert decode.quantities["tokens_verified"] == num_tokens - 1
     lab.finish(decode, "r")
     assert decode.results["r"].tokens == continuation(prompt, 4)

@@ -12,6 +12,7 @@ from pd_transfer.core.params import (
     EngineId,
     InvalidParams,
     MultimodalSpan,
+    OfferedKv,
     RemoteDecode,
     RemotePrefill,
     RequestId,
@@ -100,9 +101,10 @@ def test_json_of_any_shape_never_raises(raw):
 
 @pytest.mark.parametrize("as_a_router_sends_it", [lambda port: port, float])
 def test_what_prefill_answers_is_what_decode_reads(as_a_router_sends_it):
-    params = hand_off_params(EngineId("prefill-a"), RequestId("r"), Address("10.0.0.1", 5600), 2, 999, "opaque")
+    address, size = Address("10.0.0.1", 5600), OfferedKv(num_tokens=999, num_bytes=7)
+    params = hand_off_params(EngineId("prefill-a"), RequestId("r"), address, 2, size, "opaque")
     assert params["remote_block_ids"]  # vLLM and routers only look whether it is empty
-    assert params["remote_num_tokens"] == 999
+    assert (params["remote_num_tokens"], params["remote_num_bytes"]) == (999, 7)
     params["remote_port"] = as_a_router_sends_it(params["remote_port"])
     assert parse_params(params) == PARSED
 

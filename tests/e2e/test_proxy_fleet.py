@@ -5,12 +5,14 @@ and the end mark.
 """
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import count
 from typing import Any
 
@@ -39,7 +41,9 @@ WARM_SECONDS = 6.0
 LOAD_SECONDS = 12.0
 """Before and after an engine is killed."""
 NUM_TOKENS = 24
-IN_ROTATION = ("up", "unknown")
+OUT_OF_ROTATION_SECONDS = 2.0
+"""The promise. A dead engine refuses connections: what is sent there fails at once, and so does the next check, which
+begins within a second."""
 
 
 @dataclass(frozen=True)
@@ -142,13 +146,23 @@ def kill_under_load(fleet: Fleet, engine: Engine) -> tuple[list[Told], float]:
     seen: list[Told] = []
     with load(fleet.proxy.url, seen):
         time.sleep(WARM_SECONDS)
+        killed = datetime.now()
         engine.signal(9)
-        out = until(lambda: standing(fleet.proxy, engine) not in IN_ROTATION, "out of rotation", seconds=30)
         time.sleep(LOAD_SECONDS)
     until(lambda: standing(fleet.proxy, engine) == "down", "down", seconds=30)
+    out = (first_word_about(fleet.proxy, engine, killed) - killed).total_seconds()
     by_end = {name: sum(getattr(told, name) for told in seen) for name in ("ended_well", "told_of_the_loss")}
     print(f"{engine.name}: out of rotation after {out:.2f} s; {len(seen)} requests, {by_end}")
     return seen, out
+
+
+def first_word_about(proxy: ServerProcess, engine: Engine, since: datetime) -> datetime:
+    """When the proxy first said that an engine is not in rotation any more. Both clocks are this machine's."""
+    said = re.compile(
+        rf"^(\S+ \S+) WARNING proxy\.registry: \w+ engine {engine.url} (?:is avoided|was \w+ and is)", re.MULTILINE
+    )
+    times = (datetime.strptime(found, "%Y-%m-%d %H:%M:%S,%f") for found in said.findall(proxy.log_path.read_text()))
+    return min(when for when in times if when >= since)
 
 
 def assert_exact(fleet: Fleet, alone: Engine, decode: Engine, salt: str) -> None:
@@ -166,7 +180,8 @@ def assert_exact(fleet: Fleet, alone: Engine, decode: Engine, salt: str) -> None
 
 
 def test_a_prefill_engine_is_killed_under_load(fleet: Fleet) -> None:
-    seen, _ = kill_under_load(fleet, fleet.prefills[0])
+    seen, out = kill_under_load(fleet, fleet.prefills[0])
+    assert out < OUT_OF_ROTATION_SECONDS
     assert [told.error for told in seen if told.error] == []
     # Nobody notices: decode has the tokens, or computes the prompt itself.
     assert all(told.ended_well for told in seen)
@@ -174,7 +189,8 @@ def test_a_prefill_engine_is_killed_under_load(fleet: Fleet) -> None:
 
 
 def test_a_decode_engine_is_killed_under_load(fleet: Fleet) -> None:
-    seen, _ = kill_under_load(fleet, fleet.decodes[0])
+    seen, out = kill_under_load(fleet, fleet.decodes[0])
+    assert out < OUT_OF_ROTATION_SECONDS
     assert [told.error for told in seen if told.error] == []
     # Streams that had begun there are told of it; that there were some is what the load is for.
     assert any(told.told_of_the_loss for told in seen)

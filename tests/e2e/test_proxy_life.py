@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import requests
 
-from tests.e2e.pair import TOKENS_VERIFIED, Pair, assert_nothing_held, gain, outcome, running_pair, same_settings
+from tests.e2e.pair import (
+    BYTES_VERIFIED,
+    TOKENS_VERIFIED,
+    Pair,
+    assert_nothing_held,
+    gain,
+    outcome,
+    running_pair,
+    same_settings,
+)
 from tests.e2e.proxy_stack import curl, proxy_of, records, running_proxy, until
 from tests.stack.engines import ServerProcess, complete, completion_body, free_port
 from tests.stack.exactness import TOP_LOGPROBS, difference, generated, random_prompt
@@ -185,16 +194,21 @@ def test_decode_alone_is_an_explicit_choice(pair: Pair) -> None:
 
 
 def test_the_record_of_a_request(pair: Pair, proxy: ServerProcess) -> None:
-    prompts = [random_prompt(num_tokens, seed=42, num_words=250) for num_tokens in (90, 120)]
+    prompts = [random_prompt(num_tokens, seed=num_tokens, num_words=250) for num_tokens in (90, 120)]
     body = completion_body(prompts, **ANSWER)  # type: ignore[arg-type]
-    reply = requests.post(proxy.url + "/v1/completions", json=body, headers={"X-Request-Id": "asked"}, timeout=60)
-    assert reply.headers["X-Request-Id"] == "asked"
+    url, headers = proxy.url + "/v1/completions", {"X-Request-Id": "asked"}
+    replies: list[requests.Response] = []
+    ask = lambda: replies.append(requests.post(url, json=body, headers=headers, timeout=60))  # noqa: E731 - for gain
+    gained = gain(pair.decode, ask, {TOKENS_VERIFIED: 89 + 119})
+    assert replies[0].headers["X-Request-Id"] == "asked"
     until(lambda: [told for told in records(proxy) if told["request_id"] == "asked"], "a record", seconds=5)
     (record,) = [told for told in records(proxy) if told["request_id"] == "asked"]
     assert (record["endpoint"], record["outcome"], record["status"]) == ("completions", "ok", 200)
     assert (record["answer_tokens"], record["num_prompts"], record["error"]) == (8, 2, None)
     assert 0 < record["first_byte_seconds"] <= record["seconds"]
     assert [(told["mode"], told["prompt_tokens"]) for told in record["prompts"]] == [("remote", 90), ("remote", 120)]
+    # Neither engine had the prompts before, so that decode read all that it was offered.
+    assert sum(told["handoff_bytes"] for told in record["prompts"]) == gained[BYTES_VERIFIED] > 0
     for told in record["prompts"]:
         for role, engine in (("prefill", pair.prefill), ("decode", pair.decode)):
             leg = told["legs"][role]

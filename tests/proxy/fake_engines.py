@@ -236,6 +236,7 @@ class FakeEngine:
                 "do_remote_decode": False,
                 "remote_block_ids": [[1, 2], [3]],
                 "remote_num_tokens": reply["usage"]["prompt_tokens"],
+                "remote_num_bytes": 1024 * reply["usage"]["prompt_tokens"],
                 "grant": grant,
                 "unknown": {"kept": [1.50, "\u00e9"]},
             }

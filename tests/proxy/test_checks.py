@@ -36,6 +36,31 @@ async def test_a_bug_in_one_check_ends_no_other_and_counts_against_its_engine(ca
     await asyncio.gather(running, return_exceptions=True)
 
 
+class Silent:
+    """An engine client that waits as long as it may, and in vain."""
+
+    def __init__(self):
+        self.seconds = []
+
+    async def check(self, _url, timeout_seconds):
+        self.seconds.append(timeout_seconds)
+        await asyncio.sleep(0)
+        return Check.SILENT
+
+
+@asynchronous
+async def test_a_silent_engine_is_out_of_rotation_within_two_intervals():
+    registry = Registry(dict.fromkeys(Role, least_tokens))
+    registry.add(Role.DECODE, ["silent"])
+    client = Silent()
+    running = asyncio.create_task(Checks(client, registry, 0.05).run())
+    await until(lambda: registry.loads(Role.DECODE)[0].standing is Standing.SUSPECT)
+    # One round is enough: what it takes at most is its beginning, after an interval, and what it waits for.
+    assert 0.05 + sum(client.seconds) < 2 * 0.05
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 @asynchronous
 @pytest.mark.parametrize("host", ["d..svc", "d" * 64 + ".svc"])
 async def test_a_name_that_dns_cannot_hold_is_an_unreachable_engine(host):

@@ -38,7 +38,7 @@ class StubClient:
         except asyncio.CancelledError:
             self.prefill_cancelled = True
             raise
-        return Prefilled(PARAMS, "cmpl-1", 1, 1)
+        return Prefilled(PARAMS, "cmpl-1", 1, 1, 1)
 
     async def decode(self, _headers, _request, _params, _load):
         # The connection to the engine never comes up: not a byte of the request is sent.

@@ -6,7 +6,7 @@ import pytest
 
 from proxy.errors import FailureKind
 from proxy.health import FIRST_EJECTION_SECONDS, Check, Standing
-from proxy.registry import FORGET_SECONDS, Load, Registry
+from proxy.registry import FORGET_SECONDS, Load, Origin, Registry
 from proxy.routing import EngineLoad, Role, least_tokens, round_robin
 
 
@@ -198,6 +198,13 @@ def test_an_operator_who_takes_an_engine_back_does_not_make_it_his(registry):
     registry.add(Role.DECODE, ["d1"])
     assert not registry.find(Role.DECODE, "d1").draining
     assert registry.deregister(Role.DECODE, "d1")
+
+
+def test_an_engine_that_a_file_names_after_it_registered_is_the_files(registry):
+    registry.register(Role.DECODE, "d1")
+    registry.add(Role.DECODE, ["d1"], origin=Origin.FILE)
+    assert registry.find(Role.DECODE, "d1").origin is Origin.FILE
+    assert not registry.deregister(Role.DECODE, "d1")
 
 
 @pytest.mark.parametrize("bad", [Check.UNWELL, Check.SILENT])

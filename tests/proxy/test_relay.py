@@ -28,7 +28,7 @@ def test_a_reply_may_offer_no_handoff(offered):
 
 
 def test_a_reply_without_the_field_offers_no_handoff():
-    assert relay.read_prefill_reply(b'{"id":"1"}') == (None, "1", 0, 0)
+    assert relay.read_prefill_reply(b'{"id":"1"}') == (None, "1", 0, 0, 0)
 
 
 @pytest.mark.parametrize("reply", [b"", b"[]", b"nonsense", b'{"a":' * 100_000 + b"1" + b"}" * 100_000])
@@ -122,16 +122,15 @@ def test_a_release_names_no_real_model_and_carries_the_params():
 )
 def test_a_prefill_reply_tells_its_id_and_the_length_of_the_prompt(usage, tokens):
     reply = json.dumps({"id": "cmpl-1", "usage": usage}).encode()
-    assert relay.read_prefill_reply(reply) == (None, "cmpl-1", tokens, 0)
+    assert relay.read_prefill_reply(reply) == (None, "cmpl-1", tokens, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("told", "tokens"),
-    [({}, 0), ({"remote_num_tokens": 7}, 7), ({"remote_num_tokens": 7.0}, 7), ({"remote_num_tokens": []}, 0)],
-)
-def test_a_prefill_reply_tells_how_many_tokens_decode_may_read(told, tokens):
-    reply = json.dumps({"kv_transfer_params": {"do_remote_prefill": True, **told}}).encode()
-    assert relay.read_prefill_reply(reply).handoff_tokens == tokens
+@pytest.mark.parametrize(("told", "count"), [({}, 0), (7, 7), (7.0, 7), ([], 0)])
+def test_a_prefill_reply_tells_how_much_decode_may_read(told, count):
+    size = {"remote_num_tokens": told, "remote_num_bytes": told} if told != {} else {}
+    reply = json.dumps({"kv_transfer_params": {"do_remote_prefill": True, **size}}).encode()
+    prefilled = relay.read_prefill_reply(reply)
+    assert (prefilled.handoff_tokens, prefilled.handoff_bytes) == (count, count)
 
 
 @pytest.mark.parametrize(

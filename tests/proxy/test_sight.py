@@ -40,6 +40,7 @@ async def test_a_request_is_one_line_with_both_engines_and_both_ids(caplog, body
         async with c.post(body=body, headers={"X-Request-Id": "mine"}) as response:
             answer = await response.read()
         assert await c.metric("pd_proxy_handoff_tokens_total") == 7
+        assert await c.metric("pd_proxy_handoff_bytes_total") == 7168
         (line,) = lines(caplog)
         assert line["time"] > 1e9
         assert 0 < line["first_byte_seconds"] <= line["seconds"] if body is STREAM else line["seconds"] > 0
@@ -51,6 +52,7 @@ async def test_a_request_is_one_line_with_both_engines_and_both_ids(caplog, body
             "mode": "remote",
             "prompt_tokens": 7,
             "handoff_tokens": 7,
+            "handoff_bytes": 7168,
             "legs": {
                 "prefill": {"engine": c.prefills[0].url, **expected},
                 "decode": {"engine": c.decodes[0].url, **expected},
