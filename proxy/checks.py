@@ -15,9 +15,9 @@ EARLIEST = 0.5
 """The part of the interval after which the next round may begin. Rounds are spread, so that the proxies of a fleet do
 not ask in step."""
 ANSWER = 0.4
-"""The part of the interval within which an answer has to come. With ``SILENT_CHECKS`` of them and the wait for the round,
-an engine that has fallen silent is known to be so within two intervals. One that was killed may be silent for seconds,
-until the last of its threads has ended: until then the kernel takes connections in its name."""
+"""The part of the interval within which an answer has to come: with the wait for a round, an engine that has fallen
+silent is known to be so within two intervals. One that was killed is silent until the last of its threads has ended,
+which may take seconds: the kernel takes connections in its name."""
 
 
 class Checks:
