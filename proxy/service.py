@@ -50,13 +50,15 @@ class RunningProxy:
         self._listener = listener
 
     async def drain(self, timeout_seconds: float) -> bool:
-        """Take no new requests and wait for the open ones; whether all of them ended in time."""
+        """Take no new requests and wait for the open ones and until their answers are on their way; whether that was in
+        time."""
         self.admission.draining = True
         self._listener.stop()
         logger.info("draining: %d requests are open", self.admission.in_flight)
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self.admission.wait_idle()
+                await self._listener.idle()
         except TimeoutError:
             return False
         return True

@@ -2,22 +2,21 @@
 
 import asyncio
 
-from proxy.http1.flow import BUFFERED_BYTES
+from proxy.http1.flow import BUFFERED_BYTES, Incoming
 
 
 class Body:
-    """Pieces in the order in which they come. The transport is held back while nobody reads them."""
+    """Pieces in the order in which they come. The sender is held back while nobody reads them."""
 
-    __slots__ = ("_discards", "_error", "_holds", "_loop", "_pieces", "_size", "_transport", "_waiter", "has_ended")
+    __slots__ = ("_discards", "_error", "_incoming", "_loop", "_pieces", "_size", "_waiter", "has_ended")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, incoming: Incoming) -> None:
         self.has_ended = False
         """Whether all of it is here; maybe it was not read yet."""
         self._loop = loop
-        self._transport = transport
+        self._incoming = incoming
         self._pieces: list[bytes] = []
         self._size = 0
-        self._holds = False
         self._discards = False
         self._error: tuple[type[Exception], tuple[object, ...]] | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -38,16 +37,14 @@ class Body:
             return
         self._pieces.append(piece)
         self._size += len(piece)
-        if self._size > BUFFERED_BYTES and not self._transport.is_closing():
-            # Each time, since others may have had reading resumed.
-            self._holds = True
-            self._transport.pause_reading()
+        if self._size > BUFFERED_BYTES:
+            self._incoming.hold(self)
         self._wake()
 
     def end(self) -> None:
         """The last piece has come."""
         self.has_ended = True
-        self._let_go()
+        self._incoming.let_go(self)
         self._wake()
 
     def fail(self, error: type[Exception], *about: object) -> None:
@@ -56,14 +53,14 @@ class Body:
         """
         if not self.has_ended:
             self._error = self._error or (error, about)
-            self._let_go()
+            self._incoming.let_go(self)
             self._wake()
 
     def discard(self) -> None:
         """Nobody reads any more."""
         self._discards = True
         self._pieces.clear()
-        self._let_go()
+        self._incoming.let_go(self)
 
     async def next_piece(self) -> bytes:
         """What has come since the last time, empty at the end. One task at a time reads."""
@@ -79,14 +76,8 @@ class Body:
         piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
         self._size = 0
-        self._let_go()
+        self._incoming.let_go(self)
         return piece
-
-    def _let_go(self) -> None:
-        if self._holds:
-            self._holds = False
-            if not self._transport.is_closing():
-                self._transport.resume_reading()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -9,7 +9,7 @@ import httptools
 from proxy.http1 import heads
 from proxy.http1.body import Body
 from proxy.http1.errors import StaleConnectionError
-from proxy.http1.flow import Outgoing
+from proxy.http1.flow import Incoming, Outgoing
 from proxy.http1.heads import LAST_CHUNK, MOST_HEAD_BYTES, Headers, chunk
 from proxy.http1.response import EngineResponse
 from proxy.http1.timing import Deadline
@@ -88,7 +88,9 @@ class EngineConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The connection is there."""
         # Those of uvloop are no asyncio.Transport by class.
-        self._outgoing = Outgoing(self._loop, cast("asyncio.Transport", transport))
+        transport = cast("asyncio.Transport", transport)
+        self._incoming = Incoming(self._loop, transport)
+        self._outgoing = Outgoing(self._loop, transport)
 
     def data_received(self, data: bytes) -> None:
         """Something came."""
@@ -117,6 +119,7 @@ class EngineConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         """It is over."""
         self._outgoing.lost()
+        self._incoming.lost()
         self.deadline.cancel()
         if self._sender is not None:
             self._sender.cancel()
@@ -127,12 +130,17 @@ class EngineConnection(asyncio.Protocol):
 
     # Called by the answer's parser
 
+    def head_begins(self) -> None:
+        """The first byte of an answer. Raises ``ConnectionResetError`` if nothing was asked."""
+        if self._waiter is None:
+            raise ConnectionResetError("an answer that nobody asked for")
+
     def head_ends(self, status: int, headers: Headers) -> Body:
         """The head of the answer is here."""
-        body = Body(self._loop, self._outgoing.transport)
+        body = Body(self._loop, self._incoming)
         waiter, self._waiter = self._waiter, None
         if waiter is None or waiter.done():
-            raise ConnectionResetError("an answer that nobody asked for")
+            raise ConnectionResetError("an answer that nobody waits for")
         self._response = EngineResponse(status, headers, body, self)
         waiter.set_result(self._response)
         return body
@@ -145,7 +153,8 @@ class EngineConnection(asyncio.Protocol):
             response.is_complete()
         self.is_new = False
         self.deadline.clear()
-        if keeps_alive and self._sender is None and self.is_usable:
+        is_sent = self._sender is None and not self._outgoing.transport.get_write_buffer_size()
+        if keeps_alive and is_sent and self.is_usable:
             self._owner.keep(self)
         else:
             self.abort()
@@ -236,6 +245,8 @@ class _Answer:
 
     def on_message_begin(self) -> None:
         """The first byte of an answer, or of one that goes before it."""
+        if self._connection is not None:
+            self._connection.head_begins()
         self._fields = []
         self._in_head = True
 

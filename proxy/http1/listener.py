@@ -5,6 +5,7 @@ import asyncio
 from proxy.http1.server import Connection, Service
 
 _BACKLOG = 1024
+_LOOK_SECONDS = 0.01
 
 
 class Listener:
@@ -29,6 +30,12 @@ class Listener:
         """Let nobody in any more; who is inside goes on."""
         if self._server is not None:
             self._server.close()
+
+    async def idle(self) -> None:
+        """Wait until no connection has a request or an answer under way."""
+        # Nobody is told when the last byte of a transport is gone.
+        while not all(connection.is_idle for connection in self._connections):  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_SECONDS)
 
     async def close(self, seconds: float) -> None:
         """Stop, give open requests so long, and hang up."""

@@ -56,12 +56,21 @@ class RequestParser:
 
     def feed(self, data: bytes) -> None:
         """What came. Raises ``MessageError``."""
-        self._bare_bytes += len(data)
+        left: list[bytes | memoryview] = [data]
+        while left:
+            piece = left.pop()
+            end_of_head = self._feed(piece)
+            if end_of_head and self._asks_for_another_protocol:
+                left += [rest] if (rest := memoryview(piece)[end_of_head:]) else []
+                left.append(self._as_http())
+
+    def _feed(self, piece: bytes | memoryview) -> int:
+        """Feed all of it, or up to the end of a head that asks for another protocol: then, so much of it."""
+        self._bare_bytes += len(piece)
         try:
-            self._parser.feed_data(data)
+            self._parser.feed_data(piece)
         except httptools.HttpParserUpgrade as end_of_head:
-            if self._asks_for_another_protocol:
-                self._stay_with_http(data[end_of_head.args[0] :])
+            return int(end_of_head.args[0])
         except httptools.HttpParserCallbackError as error:
             # Ours, raised in one of the methods below.
             if isinstance(error.__context__, MessageError):
@@ -71,18 +80,20 @@ class RequestParser:
             raise MessageError(400, f"this is no HTTP request: {error}") from error
         if self._bare_bytes > MOST_HEAD_BYTES:
             raise _too_large()
+        return 0
 
-    def _stay_with_http(self, rest: bytes) -> None:
-        """No other protocol is spoken here: the request counts as one that does not ask for it, body and all."""
+    def _as_http(self) -> bytes:
+        """The head once more, for a new parser, as that of a request that does not ask for another protocol: none is
+        spoken here.
+        """
         self._asks_for_another_protocol = False
         fields = [(name, value) for name, value in self._fields if name.lower() != b"upgrade"]
-        lines = [b"%b %b HTTP/1.1" % (self._parser.get_method(), self._target)]
+        version = self._parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self._parser.get_method(), self._target, version)]
         lines += [b"%b: %b" % field for field in fields]
         self._parser = httptools.HttpRequestParser(self)
         self._bare_bytes = 0
-        self.feed(b"\r\n".join(lines) + b"\r\n\r\n")
-        if rest:
-            self.feed(rest)
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
     # Called by httptools
 

@@ -90,8 +90,14 @@ class Request:
             await self._outgoing.drain()
 
     def finish(self, response: Response) -> None:
-        """Send what is missing of an answer. Raises ``ConnectionResetError`` if the client has left."""
+        """Send what is missing of an answer. Raises ``ConnectionResetError`` if the client has left.
+
+        A whole answer after the beginning of another one cannot be sent: then that one is cut off.
+        """
         writer = self._writer
+        if writer is not None and response.body is not None:
+            self.abort()
+            return
         if writer is None:
             if response.closes:
                 self.keeps_alive = False
@@ -104,7 +110,7 @@ class Request:
 
     def abort(self) -> None:
         """Hang up at once, so that nobody takes the part that was sent for the whole."""
-        self._outgoing.transport.abort()
+        self._outgoing.abort()
 
 
 class _Writer:
@@ -142,7 +148,7 @@ class _Writer:
             head += heads.LAST_CHUNK
         elif self._has_body and 0 < self._left < _NO_LENGTH // 2:
             # Shorter than it was to be: the end of the connection tells, and nothing else can.
-            self._outgoing.transport.abort()
+            self._outgoing.abort()
             return
         if head:
             self._outgoing.write(head)

@@ -15,7 +15,7 @@ from proxy.http1 import heads
 from proxy.http1.body import Body
 from proxy.http1.content import Content
 from proxy.http1.errors import MessageError
-from proxy.http1.flow import Outgoing
+from proxy.http1.flow import Incoming, Outgoing
 from proxy.http1.parsing import Head, RequestParser
 from proxy.http1.request import Request, Response
 from proxy.http1.timing import Deadline
@@ -23,11 +23,7 @@ from proxy.http1.timing import Deadline
 logger = logging.getLogger("proxy.http1")
 
 MOST_WAITING = 16
-"""So many requests may wait on one connection. Further ones are not read, and then nor is the client's departure."""
-
-LINGER_SECONDS = 10.0
-"""How long the rest is read of what nobody wants, before the connection is closed. Closed at once, a client that is
-still sending would lose the answer."""
+"""When so many requests wait on one connection, nothing more is read of it."""
 
 _EXPECTATION = "100-continue"
 
@@ -42,6 +38,9 @@ class Patience:
     """From the first byte of a request to the last one of its head."""
     stall_seconds: float = 300.0
     """Without taking anything of an answer."""
+    linger_seconds: float = 10.0
+    """To send the rest of what nobody wants, before its connection is closed. Closed at once, a client that is still
+    sending would lose the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,27 +64,32 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._parser: RequestParser | None = RequestParser(self)
         self._requests: deque[Request] = deque()
-        self._incoming: Body | None = None
+        self._body: Body | None = None
         """What comes belongs to this body."""
         self._is_deaf = False
         """Whether what comes does not count any more."""
 
     def hang_up(self) -> None:
-        """End the connection. What is being served is cut off, and an answer that is complete still goes out."""
+        """End the connection. What is being served is cut off; a complete answer goes out, if the loop runs on."""
         if self.task is None:
             self._outgoing.transport.close()
         else:
             self.task.cancel()
-            self._outgoing.transport.abort()
+            self._outgoing.abort()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being served, and every answer was handed to the kernel."""
+        return self.task is None and not self._outgoing.transport.get_write_buffer_size()
 
     # Called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client has come."""
         # Those of uvloop are no asyncio.Transport by class.
-        self._outgoing = Outgoing(
-            self._loop, cast("asyncio.Transport", transport), self._service.patience.stall_seconds
-        )
+        transport = cast("asyncio.Transport", transport)
+        self._incoming = Incoming(self._loop, transport, is_watched=True)
+        self._outgoing = Outgoing(self._loop, transport, self._service.patience.stall_seconds)
         self._deadline = Deadline(self._loop, self._give_up)
         self._deadline.set(self._service.patience.idle_seconds)
         self._connections.add(self)
@@ -100,7 +104,7 @@ class Connection(asyncio.Protocol):
             self._refuse(error)
         except Exception:
             logger.exception("a bug in the proxy, met by what a client sent")
-            self._outgoing.transport.abort()
+            self._outgoing.abort()
 
     def eof_received(self) -> None:
         """The client will send nothing more. Whoever waits for an answer does not do that, so this one has left."""
@@ -120,11 +124,12 @@ class Connection(asyncio.Protocol):
         self._connections.discard(self)
         self._deadline.cancel()
         self._outgoing.lost()
+        self._incoming.lost()
         self._requests.clear()
         # It holds on to this object, and this one to it.
         self._parser = None
-        if self._incoming is not None:
-            self._incoming.fail(ConnectionResetError, "the client has left")
+        if self._body is not None:
+            self._body.fail(ConnectionResetError, "the client has left")
         if self.task is not None:
             self.task.cancel()
 
@@ -146,22 +151,28 @@ class Connection(asyncio.Protocol):
             raise MessageError(400, "a request names one Host")
         if headers.get("Expect", _EXPECTATION).lower() != _EXPECTATION:
             raise MessageError(417, "no such expectation can be met")
-        if headers.get("Content-Length", "0").strip("0") or "Transfer-Encoding" in headers:
-            self._incoming = Body(self._loop, self._outgoing.transport)
-            request.content = Content(headers, self._incoming, self._outgoing)
+        codings = ",".join(headers.getall("Transfer-Encoding", ()))
+        if codings and request.is_http_1_0:
+            # Who speaks HTTP/1.0 in front of this may have found another end of the body.
+            raise MessageError(400, "HTTP/1.0 has no Transfer-Encoding")
+        if codings and codings.strip().lower() != "chunked":
+            raise MessageError(501, f"the Transfer-Encoding {codings!r} is not known")
+        if codings or headers.get("Content-Length", "0").strip("0"):
+            self._body = Body(self._loop, self._incoming)
+            request.content = Content(headers, self._body, self._outgoing)
             request.content.waits_to_be_told &= not request.is_http_1_0
         self._take(request)
 
     def body_piece(self, piece: bytes) -> None:
         """Some of the body."""
-        if self._incoming is not None:
-            self._incoming.feed(piece)
+        if self._body is not None:
+            self._body.feed(piece)
 
     def request_ends(self) -> None:
         """All of the body."""
-        if self._incoming is not None:
-            self._incoming.end()
-            self._incoming = None
+        if self._body is not None:
+            self._body.end()
+            self._body = None
             if self.task is None:
                 self._rest()
 
@@ -172,7 +183,7 @@ class Connection(asyncio.Protocol):
         if self.task is None:
             self._serve_next()
         elif len(self._requests) > MOST_WAITING:
-            self._outgoing.transport.pause_reading()
+            self._incoming.hold(self)
 
     def _serve_next(self) -> None:
         self._deadline.clear()
@@ -188,10 +199,10 @@ class Connection(asyncio.Protocol):
             if self._outgoing.is_paused:
                 await self._outgoing.drain()
         except ConnectionError:
-            self._outgoing.transport.abort()
+            self._outgoing.abort()
         except Exception:
             logger.exception("a bug in the proxy")
-            self._outgoing.transport.abort()
+            self._outgoing.abort()
         finally:
             self.task = None
         if not self._outgoing.transport.is_closing():
@@ -203,18 +214,18 @@ class Connection(asyncio.Protocol):
             self._part()
         elif self._requests:
             self._serve_next()
-            if len(self._requests) == MOST_WAITING and not self._is_deaf:
-                self._outgoing.transport.resume_reading()
+            if len(self._requests) <= MOST_WAITING:
+                self._incoming.let_go(self)
         else:
-            if self._incoming is not None:
-                self._incoming.discard()
+            if self._body is not None:
+                self._body.discard()
             self._rest()
 
     def _rest(self) -> None:
         """Nothing is being served."""
         patience = self._service.patience
-        if self._incoming is not None:
-            self._deadline.set(LINGER_SECONDS)
+        if self._body is not None:
+            self._deadline.set(patience.linger_seconds)
         elif self._parser is not None and self._parser.in_head:
             self._deadline.set(patience.head_seconds)
         else:
@@ -223,25 +234,26 @@ class Connection(asyncio.Protocol):
     def _part(self) -> None:
         """Close the connection once the answer is taken."""
         transport = self._outgoing.transport
-        self._deadline.set(LINGER_SECONDS)
-        if self._incoming is None and not self._is_deaf:
+        if self._body is None and not self._is_deaf:
+            self._deadline.set(self._service.patience.stall_seconds)
             transport.close()
             return
         # More is coming, and a socket that is closed on it takes the answer back.
+        self._deadline.set(self._service.patience.linger_seconds)
         self._is_deaf = True
-        if self._incoming is not None:
-            self._incoming.discard()
-        transport.resume_reading()
+        if self._body is not None:
+            self._body.discard()
+        self._incoming.let_all_go()
         transport.write_eof()
 
     def _refuse(self, error: MessageError) -> None:
         """What came is no request, or no body of one: after the answers that are due, nothing more is taken."""
         self._is_deaf = True
-        incoming, self._incoming = self._incoming, None
-        if incoming is not None and self._requests:
+        body, self._body = self._body, None
+        if body is not None and self._requests:
             self._requests[-1].keeps_alive = False
-            incoming.fail(MessageError, error.status, str(error))
-        elif incoming is not None or (self._requests and not self._requests[-1].keeps_alive):
+            body.fail(MessageError, error.status, str(error))
+        elif body is not None or (self._requests and not self._requests[-1].keeps_alive):
             # The answer was given, or what follows the last request was not to be sent.
             if self.task is None:
                 self._part()

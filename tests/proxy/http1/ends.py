@@ -1,6 +1,7 @@
 """Both ends of a connection for tests of the HTTP layer: a server that echoes, and sockets without any HTTP."""
 
 import asyncio
+import socket
 from contextlib import asynccontextmanager
 
 from multidict import CIMultiDict
@@ -41,9 +42,16 @@ async def serving(serve=echo, patience=PATIENT):
 
 
 @asynccontextmanager
-async def connected(port):
-    """A plain connection: reader and writer."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+async def connected(port, most_unread=None):
+    """A plain connection: reader and writer. The kernel takes no more, or little more, than ``most_unread`` bytes that
+    are not read.
+    """
+    end = socket.socket()
+    if most_unread is not None:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, most_unread)
+    end.connect(("127.0.0.1", port))
+    end.setblocking(False)
+    reader, writer = await asyncio.open_connection(sock=end)
     try:
         yield reader, writer
     finally:

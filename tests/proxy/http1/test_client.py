@@ -150,6 +150,51 @@ async def test_what_is_no_answer_is_a_lost_connection(answer, caplog):
     assert not caplog.records
 
 
+UNASKED = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\nX: "
+
+
+@asynchronous
+@pytest.mark.parametrize("pause_seconds", [0.0, 0.05])
+async def test_what_nobody_asked_for_is_no_part_of_the_next_answer(pause_seconds):
+    connections = 0
+
+    async def forging(reader, writer):
+        nonlocal connections
+        connections += 1
+        await next_head(reader)
+        answer = OK + b"Content-Length: 4\r\n\r\ntrue"
+        writer.write(answer if pause_seconds else answer + UNASKED)
+        await asyncio.sleep(pause_seconds)
+        if pause_seconds:
+            writer.write(UNASKED)
+        await next_head(reader)
+        writer.write(b"y\r\n\r\nforged")
+        await reader.read()
+
+    async with plain_server(forging) as port, Pool() as pool:
+        for _ in range(3):
+            assert await asked(pool, port) == (200, b"true")
+            await asyncio.sleep(2 * pause_seconds)
+    assert connections == 3
+
+
+@asynchronous
+async def test_a_connection_with_an_unsent_body_is_not_used_again():
+    connections = 0
+
+    async def hasty(reader, writer):
+        nonlocal connections
+        connections += 1
+        await next_head(reader)
+        writer.write(OK + b"Content-Length: 1\r\n\r\na")
+        await asyncio.Event().wait()
+
+    async with plain_server(hasty) as port, Pool() as pool:
+        for _ in range(2):
+            assert await asked(pool, port, POST._replace(body=b"x" * (16 << 20))) == (200, b"a")
+    assert connections == 2
+
+
 @asynchronous
 async def test_what_came_before_a_loss_is_read_first():
     async with plain_server(answering(CHUNKED + b"1\r\na\r\n", closes=True)) as port, Pool() as pool:

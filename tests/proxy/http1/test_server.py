@@ -5,6 +5,8 @@ import gzip
 import itertools
 import logging
 import re
+import socket
+import time
 import zlib
 
 import aiohttp
@@ -15,10 +17,11 @@ from multidict import CIMultiDict
 
 from proxy.http1.errors import MessageError
 from proxy.http1.heads import MOST_HEAD_BYTES
+from proxy.http1.listener import Listener
 from proxy.http1.request import Response, path_of
-from proxy.http1.server import MOST_WAITING, target_of
+from proxy.http1.server import MOST_WAITING, Patience, Service, target_of
 from tests.proxy.fake_engines import asynchronous, until
-from tests.proxy.http1.ends import HASTY, connected, echo, exchanged, serving, without_date
+from tests.proxy.http1.ends import HASTY, connected, echo, exchanged, refuse, serving, without_date
 
 GET = b"GET /a HTTP/1.1\r\nHost: x\r\n"
 CLOSE = b"Connection: close\r\n\r\n"
@@ -58,8 +61,13 @@ REFUSED = {
     "a list of lengths": (POST + b"Content-Length: 3, 3\r\n\r\nabc", 400),
     "length and chunks": (POST + CHUNKED + b"Content-Length: 3\r\n\r\n3\r\nabc\r\n0\r\n\r\n", 400),
     "chunks and length": (POST + b"Content-Length: 3\r\n" + CHUNKED + b"\r\n3\r\nabc\r\n0\r\n\r\n", 400),
-    "a coding that is not chunked": (POST + b"Transfer-Encoding: gzip\r\n\r\nabc", 400),
+    "a coding that is not chunked": (POST + b"Transfer-Encoding: gzip\r\n\r\nabc", 501),
     "chunked is not the last coding": (POST + b"Transfer-Encoding: chunked, gzip\r\n\r\nabc", 400),
+    "two codings": (POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n1\r\na\r\n0\r\n\r\n", 501),
+    "two codings in two lines": (POST + b"Transfer-Encoding: gzip\r\n" + CHUNKED + b"\r\n1\r\na\r\n0\r\n\r\n", 501),
+    "chunks of HTTP/1.0": (b"POST / HTTP/1.0\r\nConnection: keep-alive\r\n" + CHUNKED + b"\r\n0\r\n\r\n", 400),
+    "another protocol and no Host": (b"GET / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n", 400),
+    "another protocol and an expectation": (GET + b"Connection: Upgrade\r\nUpgrade: h2c\r\nExpect: more\r\n\r\n", 417),
     "a chunk size that is no number": (POST + CHUNKED + b"\r\nxyz\r\nabc\r\n", 400),
     "a chunk size without bounds": (POST + CHUNKED + b"\r\n" + b"f" * 17 + b"\r\nabc", 400),
     "a chunk without its end": (POST + CHUNKED + b"\r\n3\r\nabcd\r\n0\r\n\r\n", 400),
@@ -109,6 +117,10 @@ TAKEN = {
         b"POST /a /a \nabc",
     ),
     "HTTP/1.0": (b"GET /a HTTP/1.0\r\n\r\n", b"GET /a /a \n"),
+    "another protocol, HTTP/1.0": (
+        b"GET /a HTTP/1.0\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
+        b"GET /a /a \n",
+    ),
     "every resource": (b"OPTIONS * HTTP/1.1\r\nHost: x\r\n" + CLOSE, b"OPTIONS * * \n"),
     "a tunnel": (b"CONNECT y:1 HTTP/1.1\r\nHost: x\r\n\r\n\x16\x03", b"CONNECT y:1 y:1 \n"),
     "gzip": (
@@ -212,6 +224,32 @@ async def test_many_requests_at_once_are_not_read_before_their_turn():
 
 
 @asynchronous
+async def test_many_bodies_at_once_are_not_read_before_their_turn():
+    begun = asyncio.Event()
+
+    async def waiting(_request):
+        begun.set()
+        await asyncio.Event().wait()
+
+    request = POST + b"Content-Length: 70000\r\n\r\n" + b"x" * 70_000
+    async with serving(waiting) as port, connected(port) as (_, writer):
+        for _ in range(400):
+            writer.write(request)
+            await asyncio.sleep(0)
+        await begun.wait()
+        await asyncio.sleep(0.2)
+        assert writer.transport.get_write_buffer_size() > 10 << 20
+
+
+@asynchronous
+async def test_many_requests_that_ask_for_another_protocol_are_answered():
+    count = 1000
+    asking = GET + b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    async with serving() as port:
+        assert statuses(await exchanged(port, asking * count + GET + CLOSE)) == [200] * (count + 1)
+
+
+@asynchronous
 async def test_a_body_that_nobody_reads_holds_its_sender_back():
     async def waiting(request):
         await asyncio.sleep(0.3)
@@ -253,6 +291,69 @@ async def test_a_client_that_reads_nothing_holds_the_answer_back_and_is_given_up
         await asyncio.sleep(0.05)
         assert sent == so_far
         await asyncio.wait_for(ended.wait(), 3)
+
+
+def with_small_buffers(request):
+    """What the server sends waits in it, not in the kernel."""
+    request._outgoing.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+
+
+@asynchronous
+async def test_a_client_that_reads_slowly_but_steadily_is_not_given_up():
+    size = 4 << 20
+
+    async def large(request):
+        with_small_buffers(request)
+        return Response(200, CIMultiDict(), b"x" * size)
+
+    async with serving(large, HASTY) as port, connected(port) as (reader, writer):
+        writer.write(GET + CLOSE)
+        await reader.readuntil(b"\r\n\r\n")
+        begun, num_read = time.monotonic(), 0
+        while piece := await reader.read(1 << 16):
+            num_read += len(piece)
+            await asyncio.sleep(0.02)
+    assert num_read == size
+    assert time.monotonic() - begun > 3 * HASTY.stall_seconds
+
+
+@asynchronous
+@pytest.mark.parametrize("stall_seconds", [0.2, 60.0])
+async def test_a_last_answer_may_be_taken_as_slowly_as_any_other(stall_seconds):
+    async def small(request):
+        with_small_buffers(request)
+        return Response(200, CIMultiDict(), b"x" * 60_000)
+
+    patience = Patience(stall_seconds=stall_seconds, linger_seconds=0.2)
+    async with serving(small, patience) as port, connected(port, 4096) as (reader, writer):
+        reader._transport.pause_reading()
+        writer.write(GET + CLOSE)
+        await asyncio.sleep(0.6)
+        reader._transport.resume_reading()
+        num_read = len(await reader.read())
+    assert (num_read > 60_000) is (stall_seconds > 0.6)
+
+
+@asynchronous
+async def test_a_server_that_ends_waits_until_its_answers_are_taken():
+    async def small(request):
+        with_small_buffers(request)
+        return Response(200, CIMultiDict(), b"x" * 60_000)
+
+    listener = Listener(Service(small, refuse))
+    await listener.start("127.0.0.1", 0)
+    async with connected(listener.address[1], 4096) as (reader, writer):
+        reader._transport.pause_reading()
+        writer.write(GET + b"\r\n")
+        await asyncio.sleep(0.1)
+        listener.stop()
+        idle = asyncio.create_task(listener.idle())
+        await asyncio.sleep(0.1)
+        assert not idle.done()
+        reader._transport.resume_reading()
+        await asyncio.wait_for(idle, 5)
+        await listener.close(0)
+        assert len(await reader.read()) > 60_000
 
 
 @asynchronous
@@ -305,6 +406,29 @@ async def test_a_client_that_leaves_ends_what_it_asked_for_at_once(sent, leave, 
         {"close": writer.close, "abort": writer.transport.abort, "half": writer.write_eof}[leave]()
         await asyncio.wait_for(ended.wait(), 1)
     assert not caplog.records
+
+
+@asynchronous
+@pytest.mark.parametrize("leave", ["close", "abort"])
+async def test_a_client_that_leaves_is_noticed_behind_a_body_that_nobody_reads(leave):
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def endless(_request):
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async with serving(endless) as port, connected(port) as (_, writer):
+        writer.write(POST + b"Content-Length: 100000\r\n\r\n" + b"x" * 70_000)
+        await begun.wait()
+        await asyncio.sleep(0.1)
+        # By now reading is held back.
+        writer.write(b"x" * 30_000)
+        await asyncio.sleep(0.1)
+        {"close": writer.close, "abort": writer.transport.abort}[leave]()
+        await asyncio.wait_for(ended.wait(), 3)
 
 
 @asynchronous
@@ -460,12 +584,28 @@ async def test_an_answer_of_another_length_than_announced_is_cut_off(body):
 
 
 @asynchronous
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@pytest.mark.parametrize("end", ["abort", "another answer"])
+async def test_nobody_can_take_a_part_of_an_answer_for_the_whole(version, end):
+    async def half(request):
+        request.begin(200, CIMultiDict())
+        await request.write(b"half")
+        await asyncio.sleep(0.05)
+        if end == "abort":
+            request.abort()
+        return Response(500, CIMultiDict(), None if end == "abort" else b"an error")
+
+    async with serving(half) as port:
+        assert await exchanged(port, b"GET / HTTP/" + version + b"\r\nHost: x\r\n\r\n") == b"reset"
+
+
+@asynchronous
 async def test_a_bug_of_the_server_s_cuts_off_and_is_told(caplog):
     async def bug(_request):
         raise ZeroDivisionError
 
     async with serving(bug) as port:
-        assert await exchanged(port, GET + b"\r\n") == b""
+        assert await exchanged(port, GET + b"\r\n") == b"reset"
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
 
 
@@ -475,7 +615,7 @@ async def test_a_header_with_a_line_end_is_never_sent(caplog):
         return Response(200, CIMultiDict({"X": "a\r\nY: b"}), b"")
 
     async with serving(split) as port:
-        assert await exchanged(port, GET + b"\r\n") == b""
+        assert await exchanged(port, GET + b"\r\n") == b"reset"
     assert "a bug in the proxy" in caplog.text
 
 
