@@ -6,6 +6,7 @@ its line in BENCHMARKS.
 
 import argparse
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -32,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("name", choices=BENCHMARKS, metavar="NAME")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
     parsed = parser.parse_args(arguments)
+    # Engines that were started are stopped on the way out, also of a run that is killed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     module, _ = BENCHMARKS[parsed.name]
     status: int = importlib.import_module(module).main(parsed.arguments)
     return status

@@ -6,7 +6,6 @@ could be played. Cases and connectors that are not chosen keep what an earlier r
 """
 
 import argparse
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,6 @@ def play(
     console: Console, connector: Connector, transport: str, cases: Sequence[Case], store: Callable[..., None]
 ) -> None:
     """Play the cases on one pair, and store each as it ends. Raises StackError."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     console.print(f"{connector}: starting two engines")
     with running_sided_bed(connector, transport) as bed:
         for number, case in enumerate(cases, 1):

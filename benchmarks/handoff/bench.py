@@ -6,7 +6,6 @@ goes on where this one ended. The report is made of all that is stored.
 """
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -26,8 +25,6 @@ def main(arguments: Sequence[str]) -> int:
     add_life_options(parser, CONTENDERS)
     options = parser.parse_args(arguments)
     folder, plan = (LOGS / "quick", QUICK) if options.quick else (LOGS, FULL)
-    # Whoever ends this run ends its engines, too.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     kept = Lives(folder, Life)
     if options.fresh:
         kept.forget()

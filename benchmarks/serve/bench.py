@@ -6,7 +6,6 @@ project's proxy, which copies what a prefill engine answers into decode's reques
 """
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -34,8 +33,6 @@ def main(arguments: Sequence[str]) -> int:
     add_life_options(parser, TITLES)
     options = parser.parse_args(arguments)
     folder, plan = (LOGS / "quick", QUICK) if options.quick else (LOGS, FULL)
-    # Whoever ends this run ends its engines, too.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     kept = Lives(folder, Life)
     if options.fresh:
         kept.forget()
