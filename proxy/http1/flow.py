@@ -9,7 +9,6 @@ from proxy.http1.timing import Deadline
 BUFFERED_BYTES = 1 << 16
 """So much may wait on one connection, in each direction, before whoever sends it is held back."""
 
-
 _LOOK_SECONDS = 1.0
 """Between two looks whether a peer has left whose bytes are not read."""
 _GONE = frozenset({7, 8})

@@ -202,17 +202,15 @@ def words_are_read_while_stopped(engine_config: str, idle_seconds: float) -> boo
         pulling.read()
         time.sleep(idle_seconds)
         process.stop()
-        transfers = []
         try:
             for _ in range(100):
                 pulling.read()
-                transfers.append(pulling.transport.submit_word_read(PEER, 0))
-                finish(pulling.transport, transfers[-1], seconds=2)
+                finish(pulling.transport, pulling.transport.submit_word_read(PEER, 0), seconds=2)
         except AssertionError:
             return False
         finally:
             process.go_on()
-        return len(transfers) == 100
+        return True
 
 
 def test_reads_on_the_same_host_do_not_need_their_peer():

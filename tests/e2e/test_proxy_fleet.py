@@ -42,8 +42,8 @@ LOAD_SECONDS = 12.0
 """Before and after an engine is killed."""
 NUM_TOKENS = 24
 OUT_OF_ROTATION_SECONDS = 2.0
-"""The promise. A dead engine refuses connections: what is sent there fails at once, and so does the next check, which
-begins within a second."""
+"""The promise. A request or a check is refused or cut off, or the check, which begins within a second, is not answered
+twice in 0.4 s: a process that was killed may take connections until it has ended."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,8 @@ def kill_under_load(fleet: Fleet, engine: Engine) -> tuple[list[Told], float]:
 def first_word_about(proxy: ServerProcess, engine: Engine, since: datetime) -> datetime:
     """When the proxy first said that an engine is not in rotation any more. Both clocks are this machine's."""
     said = re.compile(
-        rf"^(\S+ \S+) WARNING proxy\.registry: \w+ engine {engine.url} (?:is avoided|was \w+ and is)", re.MULTILINE
+        rf"^(\S+ \S+) WARNING proxy\.registry: \w+ engine {engine.url} (?:is avoided|was \w+ and is (?:suspect|down))",
+        re.MULTILINE,
     )
     times = (datetime.strptime(found, "%Y-%m-%d %H:%M:%S,%f") for found in said.findall(proxy.log_path.read_text()))
     return min(when for when in times if when >= since)

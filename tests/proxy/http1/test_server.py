@@ -376,6 +376,20 @@ async def test_a_connection_without_a_next_request_is_closed():
         assert statuses(await exchanged(port, GET + b"\r\n")) == [200]
 
 
+class Endless:
+    """Serves a request until its client has left."""
+
+    def __init__(self):
+        self.begun, self.ended = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, _request):
+        self.begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.ended.set()
+
+
 POINTS = {
     "before the body": POST + b"Content-Length: 3\r\n\r\n",
     "in the body": POST + b"Content-Length: 3\r\n\r\na",
@@ -391,44 +405,28 @@ POINTS = {
 @pytest.mark.parametrize("leave", ["close", "abort", "half"])
 @pytest.mark.parametrize("sent", POINTS.values(), ids=POINTS)
 async def test_a_client_that_leaves_ends_what_it_asked_for_at_once(sent, leave, caplog):
-    begun, ended = asyncio.Event(), asyncio.Event()
-
-    async def endless(_request):
-        begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
+    endless = Endless()
     async with serving(endless) as port, connected(port) as (_, writer):
         writer.write(sent)
-        await begun.wait()
+        await endless.begun.wait()
         {"close": writer.close, "abort": writer.transport.abort, "half": writer.write_eof}[leave]()
-        await asyncio.wait_for(ended.wait(), 1)
+        await asyncio.wait_for(endless.ended.wait(), 1)
     assert not caplog.records
 
 
 @asynchronous
 @pytest.mark.parametrize("leave", ["close", "abort"])
 async def test_a_client_that_leaves_is_noticed_behind_a_body_that_nobody_reads(leave):
-    begun, ended = asyncio.Event(), asyncio.Event()
-
-    async def endless(_request):
-        begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
+    endless = Endless()
     async with serving(endless) as port, connected(port) as (_, writer):
         writer.write(POST + b"Content-Length: 100000\r\n\r\n" + b"x" * 70_000)
-        await begun.wait()
+        await endless.begun.wait()
         await asyncio.sleep(0.1)
         # By now reading is held back.
         writer.write(b"x" * 30_000)
         await asyncio.sleep(0.1)
         {"close": writer.close, "abort": writer.transport.abort}[leave]()
-        await asyncio.wait_for(ended.wait(), 3)
+        await asyncio.wait_for(endless.ended.wait(), 3)
 
 
 @asynchronous
